@@ -23,7 +23,7 @@ from automodel_ckpt.config.help.changes import saved_recipe
 from automodel_ckpt.errors import AutomodelError, printable
 from automodel_ckpt.hub.bundle import README, Bundle
 from automodel_ckpt.hub.repository import HubAddress
-from automodel_ckpt.logs.history import BENCHMARK, VALIDATED, Series, read_history
+from automodel_ckpt.logs.history import BENCHMARK, VALIDATED, read_history
 
 _CLASSES = {
     "text-generation": "ForCausalLM",
@@ -68,7 +68,7 @@ _SETTINGS = re.compile(
 _DEFAULTS = frozenset({"distributed.dp_replicate_size=1", "optimizer.on_resume=checkpoint"}) | {
     f"distributed.{name}_size=1" for name in ("tp", "pp", "cp", "ep")
 }
-_LIST_INDEX = re.compile(r"(.+)\.\d+")
+_LIST_INDEX = re.compile(r"\.\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class Facts:
 
     recipe: Mapping[str, str] = field(default_factory=dict)
     manifest: Manifest | None = None
-    series: Mapping[str, Series] = field(default_factory=dict)
+    series: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     base: str | None = None
     base_commit: str | None = None
     has_base: bool = False
@@ -267,16 +267,14 @@ class Facts:
             # It may be a path of this machine, or a reference to its environment.
             if any(part in text for part in ("/", "\\", "~", "${")):
                 continue
-            item = _LIST_INDEX.fullmatch(key)
-            name = item[1] if item else key
-            found[name] = f"{found[name]}, {text}" if item and name in found else text
+            name = _LIST_INDEX.sub("", key)
+            found[name] = f"{found[name]}, {text}" if name in found else text
         return found
 
     @property
     def losses(self) -> Iterator[tuple[int, float | None, float | None]]:
         """Some steps with their training and validation loss, the last one of the checkpoint."""
-        of_name = [self.series.get(name, Series()) for name in ("loss", "val_loss")]
-        training, validation = (dict(zip(s.steps, s.values, strict=True)) for s in of_name)
+        training, validation = (self.series.get(name, {}) for name in ("loss", "val_loss"))
         steps = sorted(validation or training)
         for step in sorted({*steps[:: -(-len(steps) // _MAX_ROWS) or 1], *steps[-1:]}):
             yield step, training.get(step), validation.get(step)
@@ -309,19 +307,23 @@ def _facts_of(bundle: Bundle, base_model: str | None) -> Facts:
     base = base_model or _hub_base(bundle, recipe, manifest.environment)
     recorded, _, commit = str(manifest.environment.get("base_commit", "")).partition("@")
     starts = (recipe.get("model.from_pretrained"), recipe.get("init_from.path"))
-    series = {}
     try:
         logged = read_history(checkpoint.parent, "run").series
     except (AutomodelError, OSError):
         logged = {}
-    for name, each in logged.items():
-        # A later step is of a later checkpoint.
-        count = sum(at <= manifest.step for at in each.steps)
-        series[name] = Series(each.steps[:count], each.values[:count])
+    # A later step is of a later checkpoint.
+    series = {
+        name: {
+            step: value
+            for step, value in zip(each.steps, each.values, strict=True)
+            if step <= manifest.step
+        }
+        for name, each in logged.items()
+    }
     found: dict[str, Any] = {**manifest.losses, **recall_losses(checkpoint, manifest.digest)}
-    for name, each in series.items():
-        if each.steps and each.steps[-1] == manifest.step:
-            found.setdefault(name, each.values[-1])
+    for name, values in series.items():
+        if manifest.step in values:
+            found.setdefault(name, values[manifest.step])
     measures = {}
     for name, value in found.items():
         is_measure = name.startswith((VALIDATED, BENCHMARK))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.base.durable_io import fsync_directories, fsync_directory
 from automodel_ckpt.base.units import size_text
@@ -16,10 +18,7 @@ from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError, SaveFailed
 from automodel_ckpt.hub.repository import (
     HubAddress,
-    Listed,
     client,
-    differs,
-    listed,
     reporting,
 )
 
@@ -44,14 +43,15 @@ def pull(address: HubAddress, directory: Path, log: Log, *, num_threads: int = 8
     download is continued by the same call. Raises :class:`HubError` if the Hub fails, :class:`SaveFailed` if a file
     cannot be written, :class:`CheckpointUnusable` for damaged files, and :class:`RecipeError` if *directory* has files.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import RepoFile, snapshot_download
 
     check_destination(directory)
     api = client()
     with reporting(address, "the download"):
         commit = str(api.repo_info(address.repo, revision=address.branch).sha)
-        files = listed(api, address.repo, commit)
-    nbytes = sum(each.size for each in files.values())
+        tree = api.list_repo_tree(address.repo, recursive=True, revision=commit)
+        files = [entry for entry in tree if isinstance(entry, RepoFile)]
+    nbytes = sum(file.size for file in files)
     staging = directory.with_name(f".{directory.name}.pull-{commit[:12]}")
     staging.mkdir(parents=True, exist_ok=True)
     with owned(staging):
@@ -111,28 +111,42 @@ def _check_export(staging: Path, address: HubAddress) -> bool:
         "upload the export again (ckpt push); if the files were changed on purpose, delete "
         f"{layout.EXPORT_MANIFEST} from the repository: the files are then not verified"
     )
+    for number, problem in enumerate(problems):
+        where = f"{os.path.relpath(problem.where, staging)} in {address}"
+        problems[number] = replace(problem, where=where, hint=hint)
     if problems:
-        in_repository = []
-        for problem in problems:
-            name = os.path.relpath(problem.where, staging)
-            in_repository.append(replace(problem, where=f"{name} in {address}", hint=hint))
-        raise CheckpointUnusable.all_of(in_repository)
+        raise CheckpointUnusable.all_of(problems)
     return manifest is not None
 
 
-def _check(staging: Path, files: Mapping[str, Listed], log: Log) -> None:
+def _check(staging: Path, files: Sequence[Any], log: Log) -> None:
     """Compare the files with the Hub's list. A damaged one is removed, so that another call downloads it again."""
     problems = []
-    for name, remote in files.items():
+    for file in files:
+        name = file.path
         if reason := layout.unsafe_path(name):
             raise CheckpointUnusable(
                 "the repository has a file outside of it", where=name, value=reason, hint=""
             )
         path = staging / name
-        if not path.is_file() or path.is_symlink() or differs(path, remote):
+        if not path.is_file() or path.is_symlink() or _differs(path, file):
             path.unlink(missing_ok=True)
             what = "a downloaded file does not have the digest of the Hub"
             problems.append(Problem(what, name, "", "run the same command again"))
     if problems:
         raise CheckpointUnusable.all_of(problems)
     log(f"files verified by the digests of the Hub: {len(files)}")
+
+
+def _differs(path: Path, remote: Any) -> bool:
+    """Whether a downloaded file differs from its entry in the repository."""
+    if path.stat().st_size != remote.size:
+        return True
+    if remote.lfs is not None:
+        digest, expected = hashlib.sha256(), remote.lfs.sha256
+    else:
+        # SHA-1 is git's name of a content here, not a protection.
+        digest = hashlib.sha1(b"blob %d\0" % remote.size, usedforsecurity=False)
+        expected = remote.blob_id
+    with path.open("rb") as content:
+        return bool(hashlib.file_digest(content, lambda: digest).hexdigest() != expected)

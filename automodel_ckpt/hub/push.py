@@ -18,11 +18,10 @@ from automodel_ckpt.hub.repository import (
     MAIN,
     Content,
     HubAddress,
+    HubError,
     client,
     has_token,
-    missing_token,
     reporting,
-    size_of,
 )
 
 NUM_THREADS = 5
@@ -59,7 +58,12 @@ def push(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     if not has_token():
-        raise missing_token(str(address))
+        raise HubError(
+            "there is no token of the Hugging Face Hub",
+            where=str(address),
+            value="",
+            hint="`hf auth login`, or set HF_TOKEN to a token with write access",
+        )
     api = client()
     with reporting(address, "creating the repository"):
         api.create_repo(address.repo, private=private, exist_ok=True)
@@ -88,7 +92,10 @@ def push(
             parent_commit=head,
         )
     commit = str(done.oid)
-    nbytes = sum(size_of(content) for name, content in files.items() if name not in before)
+    nbytes = 0
+    for name in files.keys() - before:
+        content = files[name]
+        nbytes += len(content) if isinstance(content, bytes) else content.stat().st_size
     return Pushed(commit, nbytes, was_there=commit == head)
 
 

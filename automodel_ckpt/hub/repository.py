@@ -7,8 +7,6 @@ Commands name it ``hub:ORG/NAME@REVISION``. The token is read by the library fro
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,16 +94,6 @@ def has_token() -> bool:
     return get_token() is not None
 
 
-def missing_token(where: str) -> HubError:
-    """The error if there is no token."""
-    return HubError(
-        "there is no token of the Hugging Face Hub",
-        where=where,
-        value="",
-        hint="`hf auth login`, or set HF_TOKEN to a token with write access",
-    )
-
-
 def web_page(address: HubAddress) -> str:
     """The address of a repository for a browser."""
     from huggingface_hub import constants
@@ -147,42 +135,3 @@ def reporting(address: HubAddress, doing: str) -> Iterator[None]:
 
 Content = Path | bytes
 """A local file, or what is to be its content."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A file of a repository: the SHA-256 of a large file (LFS, Xet), and git's id of its entry."""
-
-    size: int
-    sha256: str | None
-    git_id: str
-
-
-def listed(api: Any, repo: str, revision: str) -> dict[str, Listed]:
-    """Return the files of a revision by their paths. *api* is the library's client. Raises the client's exceptions."""
-    found = {}
-    for entry in api.list_repo_tree(repo, recursive=True, revision=revision):
-        git_id = getattr(entry, "blob_id", None)
-        # Directories have none.
-        if git_id is not None:
-            sha256 = entry.lfs.sha256 if entry.lfs is not None else None
-            found[entry.path] = Listed(entry.size, sha256, git_id)
-    return found
-
-
-def differs(content: Content, remote: Listed) -> bool:
-    """Whether a local file or content differs from a file of the repository."""
-    if size_of(content) != remote.size:
-        return True
-    digest, expected = hashlib.sha256(), remote.sha256
-    if expected is None:
-        # SHA-1 is git's name of a content here, not a protection.
-        digest = hashlib.sha1(b"blob %d\0" % remote.size, usedforsecurity=False)
-        expected = remote.git_id
-    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
-        return hashlib.file_digest(file, lambda: digest).hexdigest() != expected
-
-
-def size_of(content: Content) -> int:
-    """The size of a local file or content in bytes."""
-    return len(content) if isinstance(content, bytes) else content.stat().st_size

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from automodel_ckpt.base.hub_access import is_revision_name
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
@@ -15,7 +15,6 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 FORMAT_VERSION = 1
 _MAX_BYTES = 16 << 20
-_REVISION = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)
 _WITHOUT_ADAPTERS = (
     "resume without a peft section, or start a new run in another checkpoint.checkpoint_dir"
 )
@@ -33,17 +32,19 @@ def read_peft_record(
     for place in places:
         try:
             record = parse_json(read_safely(checkpoint, place, limit=_MAX_BYTES))
+            fault = _fault(record)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            _invalid_record(checkpoint / place, repr(error)[:200])
-        if not isinstance(record, dict) or not all(
-            isinstance(record.get(k), dict) for k in ("base", "adapter")
-        ):
-            _invalid_record(checkpoint / place, "it lacks base or adapter")
-        if fault := _fault(record):
-            _invalid_record(checkpoint / place, fault)
-        return record
+            record, fault = {}, repr(error)[:200]
+        if fault:
+            raise CheckpointUnusable(
+                "the description of the adapters cannot be read",
+                where=str(checkpoint / place),
+                value=fault,
+                hint="restore the file from another copy, or use another checkpoint",
+            )
+        return dict(record)
     raise CheckpointUnusable(
         "this checkpoint holds no adapters",
         where=str(checkpoint / directory),
@@ -52,13 +53,16 @@ def read_peft_record(
     )
 
 
-def _fault(record: Mapping[str, Any]) -> str | None:
+def _fault(record: Any) -> str | None:
+    if not isinstance(record, dict) or not all(
+        isinstance(record.get(key), dict) for key in ("base", "adapter")
+    ):
+        return "it lacks base or adapter"
     version, base = record.get("format_version", 0), record["base"]
     if not isinstance(version, int) or version > FORMAT_VERSION:
         return f"format_version {str(version)[:50]} is later than {FORMAT_VERSION}"
-    if not _is_path(base.get("name")) or not (
-        base.get("relative_to_run") is None or _is_path(base["relative_to_run"])
-    ):
+    relative = base.get("relative_to_run")
+    if not _is_path(base.get("name")) or not (relative is None or _is_path(relative)):
         return "it does not state where the base is"
     return None
 
@@ -70,15 +74,6 @@ def _is_path(value: object) -> bool:
         return False
 
 
-def _invalid_record(path: Path, value: str) -> NoReturn:
-    raise CheckpointUnusable(
-        "the description of the adapters cannot be read",
-        where=str(path),
-        value=value,
-        hint="restore the file from another copy, or use another checkpoint",
-    )
-
-
 def base_revision(config: Mapping[str, Any], path: Path) -> str | None:
     """Return the revision of an adapter's base on the Hub, from peft's *config* at *path*; None: the main branch.
 
@@ -87,16 +82,14 @@ def base_revision(config: Mapping[str, Any], path: Path) -> str | None:
     revision = config.get("revision")
     if revision is None:
         return None
-    # The Hub's cache has a file of this name for each branch: it must not lead out of the directory.
-    is_name = isinstance(revision, str) and _REVISION.fullmatch(revision) is not None
-    if not is_name or ".." in revision:
+    if not isinstance(revision, str) or not is_revision_name(revision):
         raise CheckpointUnusable(
             "the revision of the adapter's base is not a branch, tag or commit",
             where=str(path),
             value=f"revision: {revision!r:.100}",
             hint="correct the file, or name the directory of the base with --base",
         )
-    return str(revision)
+    return revision
 
 
 def find_base(record: Mapping[str, Any], run: Path) -> str:

@@ -8,11 +8,10 @@ and times are unchanged. Imports no torch.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,11 @@ _NUM_THREADS = 4
 @dataclass(frozen=True, slots=True)
 class BaseIdentity:
     """A base model: the *name* that finds it (Hub name or absolute path), for a local one its path *relative* to the
-    run's directory, and the digests of its files. *seconds* and *nbytes* are what reading them took, 0 if nothing."""
+    run's directory, and the digests of its files."""
 
     name: str
     relative: str | None
     files: Mapping[str, FileRecord]
-    seconds: float = 0.0
-    nbytes: int = 0
 
     @property
     def digest(self) -> str:
@@ -47,10 +44,7 @@ class BaseIdentity:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the identity as values for JSON."""
-        files = {
-            name: {"size": record.size, "digest": record.digest}
-            for name, record in self.files.items()
-        }
+        files = {name: asdict(record) for name, record in self.files.items()}
         return {
             "name": self.name,
             "relative_to_run": self.relative,
@@ -66,7 +60,6 @@ def identify_base(
 
     Raises :class:`RecipeError` if there are no weight files, or they cannot be read.
     """
-    started = time.monotonic()
     relative = None
     real = os.path.realpath(directory)
     if Path(name).expanduser().is_dir():
@@ -75,34 +68,32 @@ def identify_base(
     note = f"{xxhash.xxh3_128(os.fsencode(real)).hexdigest()}.json"
     notes = None if cache is None else cache / "base-digests"
     known = {} if notes is None else read_note(notes, note)
-    entries: dict[str, Any] = {}
-    num_bytes_read = 0
+
+    def entry_of(file: str) -> list[Any]:
+        # Resolved: in the Hub's cache these files are links, which file_record does not follow.
+        path = Path(os.path.realpath(directory / file))
+        # Before the file is read: one that changes meanwhile has another stamp at the next start.
+        stamp = _stamp(path)
+        entry = known.get(file)
+        if isinstance(entry, list) and entry[:-1] == stamp:
+            return entry
+        return [*stamp, file_record(path).digest]
+
     try:
         names = _weight_files(directory)
-        # Before the files are read: one that changes meanwhile has another stamp at the next start.
-        stamps = {file: _stamp(directory / file) for file in names}
-        for file in names:
-            entry = known.get(file)
-            if isinstance(entry, dict) and entry.get("stamp") == stamps[file] and "digest" in entry:
-                entries[file] = entry
-        new = [file for file in names if file not in entries]
-        # Resolved: in the Hub's cache these files are links, which file_record does not follow.
-        paths = [Path(os.path.realpath(directory / file)) for file in new]
         with ThreadPoolExecutor(_NUM_THREADS, "base") as executor:
-            for file, record in zip(new, executor.map(file_record, paths), strict=True):
-                entries[file] = {"stamp": stamps[file], "digest": record.digest}
-                num_bytes_read += record.size
+            entries = dict(zip(names, executor.map(entry_of, names), strict=True))
     except OSError as error:
         hint = "download the base model again"
         problem = os_problem(error, "a file of the base model cannot be read", hint=hint)
         raise RecipeError.all_of([problem]) from error
-    if new and notes is not None:
+    if entries != known and notes is not None:
         # Without the note, the next start reads the base again.
         with suppress(OSError):
             notes.mkdir(parents=True, exist_ok=True)
             write_note(notes / note, entries)
-    files = {file: FileRecord(stamps[file][0], str(entries[file]["digest"])) for file in names}
-    return BaseIdentity(name, relative, files, time.monotonic() - started, num_bytes_read)
+    files = {file: FileRecord(entry[0], str(entry[-1])) for file, entry in entries.items()}
+    return BaseIdentity(name, relative, files)
 
 
 def _weight_files(directory: Path) -> list[str]:

@@ -10,7 +10,6 @@ earlier export is unchanged until the last step. Imports no torch, and numpy onl
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.export.copy_engine import DamagedSlice, Digested, copy, create_output
+from automodel_ckpt.checkpoint.export.copy_engine import DamagedSlice, write_weights
 from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import (
     cast_lines,
@@ -28,11 +27,10 @@ from automodel_ckpt.checkpoint.export.files import (
     write_manifest,
     write_side_files,
 )
-from automodel_ckpt.checkpoint.export.plan import Plan, make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.export.plan import make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export.publish import Check, check_target, resolved_target, staged
 from automodel_ckpt.checkpoint.export.script import consolidate_script
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.parts.file_contents import Level
 from automodel_ckpt.checkpoint.parts.slices import Slice
 from automodel_ckpt.checkpoint.parts.verify import verify
@@ -64,9 +62,9 @@ class ConsolidationReport:
     num_tensors: int
     nbytes: int
     seconds: float
-    checked: bool
-    casts: Mapping[tuple[str, str], int]
-    warnings: tuple[str, ...]
+    checked: bool = True
+    casts: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def consolidate(
@@ -99,7 +97,16 @@ def consolidate(
     opened = opener(Path(source))
     _check_needs_consolidation(opened)
     if opened.finished and output is None and cast_code is None:
-        return _no_need(opened, threads, log)
+        if problems := _problems(opened, threads, "digest"):
+            raise CheckpointUnusable.all_of(problems)
+        log(
+            f"nothing to do: the files in {opened.model_directory} are already in Hugging Face format"
+        )
+        tensors = opened.tensors.values()
+        num_files = len({tensor.slices[0].file for tensor in tensors})
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        seconds = time.monotonic() - started
+        return ConsolidationReport(opened.model_directory, num_files, len(tensors), nbytes, seconds)
     target = resolved_target(output, opened.model_directory / layout.CONSOLIDATED)
     check_target(target)
     _check_source(opened, threads)
@@ -116,13 +123,16 @@ def consolidate(
     for text in [*(f"warning: {text}" for text in warnings), *cast_lines(plan.casts)]:
         log(text)
     with staged(target, log, before_publishing=before_publishing) as staging:
-        parts = _write(plan, opened, staging, threads)
+        try:
+            parts = write_weights(opened.root, staging, plan.files, threads)
+        except DamagedSlice as damaged:
+            raise _damaged(opened, damaged.stored, threads) from None
         write_side_files(beside, staging)
         write_manifest(plan, opened, staging, parts)
     return ConsolidationReport(
         target,
         len(plan.files),
-        sum(len(file.tensors) for file in plan.files),
+        len(plan.tensors),
         plan.nbytes,
         time.monotonic() - started,
         opened.manifest is not None,
@@ -172,29 +182,6 @@ def _check_needs_consolidation(source: Source) -> None:
         )
 
 
-def _no_need(source: Source, num_threads: int, log: Log) -> ConsolidationReport:
-    """Verify a model that was saved as Hugging Face files, and write nothing.
-
-    Raises :class:`CheckpointUnusable` with all damaged files.
-    """
-    started = time.monotonic()
-    if problems := _problems(source, num_threads, "digest"):
-        raise CheckpointUnusable.all_of(problems)
-    log(f"nothing to do: the files in {source.model_directory} are already in Hugging Face format")
-    files = {tensor.slices[0].file for tensor in source.tensors.values()}
-    nbytes = sum(tensor.nbytes for tensor in source.tensors.values())
-    return ConsolidationReport(
-        source.model_directory,
-        len(files),
-        len(source.tensors),
-        nbytes,
-        time.monotonic() - started,
-        True,
-        {},
-        (),
-    )
-
-
 def _check_source(source: Source, num_threads: int) -> None:
     """Verify the files of *source*, except for the bytes of slices, which are verified while they are copied.
 
@@ -218,30 +205,6 @@ def _problems(
     files = {path: record for path, record in source.manifest.files.items() if path not in without}
     manifest = dataclasses.replace(source.manifest, files=files)
     return verify(source.root, manifest, level, num_threads=num_threads)
-
-
-def _write(plan: Plan, source: Source, staging: Path, num_threads: int) -> list[Digested]:
-    """Write the weights to *staging*, and return the digests of all their byte ranges.
-
-    Raises :class:`CheckpointUnusable` if a slice is damaged.
-    """
-    with contextlib.ExitStack() as stack:
-        descriptors: list[int] = []
-        for file in plan.files:
-            descriptor = create_output(staging / file.name, file.header, file.nbytes)
-            stack.callback(os.close, descriptor)
-            descriptors.append(descriptor)
-        try:
-            parts = copy(source.root, staging, plan.files, num_threads)
-        except DamagedSlice as damaged:
-            raise _damaged(source, damaged.stored, num_threads) from None
-        # Through descriptors open since before the first write: a failed write-back is reported here in any case.
-        for descriptor in descriptors:
-            os.fsync(descriptor)
-    headers = [
-        Digested(file.name, 0, len(file.header), digest_of(file.header)) for file in plan.files
-    ]
-    return [*headers, *parts]
 
 
 def _damaged(source: Source, damaged: Slice, num_threads: int) -> AutomodelError:

@@ -13,8 +13,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import xxhash
 
 from automodel_ckpt.base.durable_io import naming, write_all
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, OutputFile
-from automodel_ckpt.checkpoint.files.digests import digest_from
+from automodel_ckpt.checkpoint.files.digests import digest_from, digest_of
 from automodel_ckpt.checkpoint.files.direct import (
     DIRECT_FROM_BYTES,
     SECTOR_BYTES,
@@ -59,32 +58,36 @@ class Inputs:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._open: OrderedDict[str, _Input] = OrderedDict()
+        self._open: dict[str, _Input] = {}
 
     def close(self) -> None:
-        for file in self._open.values():
-            file.close()
+        while self._open:
+            self._open.popitem()[1].close()
 
     def read(self, file: str, start: int, memory: memoryview) -> None:
         """Fill *memory* with the bytes from *start*. Raises :class:`CheckpointUnusable` if the file ends before."""
         source = self._input(file)
         done = 0
-        try:
-            while done < len(memory):
-                count = source.read(start + done, memory[done:])
-                if count == 0:
-                    raise _unreadable(self._root / file, start + done, "the file ends here")
-                done += count
-        except OSError as error:
-            raise _unreadable(self._root / file, start + done, str(error.strerror)) from error
+        while done < len(memory):
+            try:
+                count, why = source.read(start + done, memory[done:]), "the file ends here"
+            except OSError as error:
+                count, why = 0, str(error.strerror)
+            if count == 0:
+                raise CheckpointUnusable(
+                    "a slice cannot be read",
+                    where=str(self._root / file),
+                    value=f"at byte {start + done}: {why}",
+                    hint="restore the file from another copy, or use another checkpoint",
+                )
+            done += count
 
     def _input(self, file: str) -> _Input:
         if file not in self._open:
             if len(self._open) >= _MAX_OPEN:
-                self._open.popitem(last=False)[1].close()
+                self.close()
             # Opened twice: a duplicated descriptor would share the flag O_DIRECT.
             self._open[file] = _Input(open_safely(self._root, file), open_safely(self._root, file))
-        self._open.move_to_end(file)
         return self._open[file]
 
 
@@ -128,85 +131,62 @@ class _Input:
         return os.preadv(self._direct, [memory[:whole]], start)
 
 
-def _unreadable(path: Path, start: int, why: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        "a slice cannot be read",
-        where=str(path),
-        value=f"at byte {start}: {why}",
-        hint="restore the file from another copy, or use another checkpoint",
-    )
-
-
-def create_output(path: Path, header: bytes, nbytes: int) -> int:
-    """Create a file of *nbytes* that begins with *header*.
-
-    Returns its descriptor, which the caller fsyncs and closes. The file's space is reserved, so that a full disk is
-    detected before the copy. Raises OSError with the file's name.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with naming(path):
-            os.ftruncate(descriptor, nbytes)
-            reserve_range(descriptor, 0, nbytes)
-            write_all(descriptor, memoryview(header), 0)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 class Output:
-    """A file made by :func:`create_output`, open for writing from several threads.
+    """A new file of *nbytes* that begins with *header*, open for writing from several threads.
 
-    Data must have the same offset within a sector in memory as in the file, which O_DIRECT requires. Through the page
-    cache, one thread writes at a time: more would only wait for the file's lock in the kernel.
+    The file's space is reserved, so that a full disk is detected before the copy. Data must have the same offset within
+    a sector in memory as in the file, which O_DIRECT requires. Through the page cache, one thread writes at a time:
+    more would only wait for the file's lock in the kernel. Raises OSError with the file's name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, header: bytes, nbytes: int) -> None:
         self._path = path
         self._one_writer = threading.Lock()
-        self._cached = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._direct: int | None = None
-        if os.fstat(self._cached).st_size >= DIRECT_FROM_BYTES:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            if bypass_page_cache(descriptor, True):
-                self._direct = descriptor
-            else:
-                os.close(descriptor)
+        self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._direct = -1
+        try:
+            with naming(path):
+                os.ftruncate(self._cached, nbytes)
+                reserve_range(self._cached, 0, nbytes)
+                write_all(self._cached, memoryview(header), 0)
+                if nbytes >= DIRECT_FROM_BYTES:
+                    self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:
+            os.close(self._cached)
+            raise
+        self._is_direct = self._direct >= 0 and bypass_page_cache(self._direct, True)
+
+    def sync(self) -> None:
+        """Make the file durable.
+
+        Through the descriptor that is open since before the first write: it reports a failed write-back in any case.
+        """
+        with naming(self._path):
+            os.fsync(self._cached)
 
     def close(self) -> None:
-        """Close the file. The data is durable only after an fsync."""
+        """Close the file. The data is durable only after :meth:`sync`."""
         os.close(self._cached)
-        if self._direct is not None:
+        if self._direct >= 0:
             os.close(self._direct)
 
     def write(self, data: memoryview, at: int) -> None:
         """Write all of *data* at byte *at*. Raises OSError with the file's name."""
         with naming(self._path):
             # The ends share a sector with other data and use the page cache.
-            head = min(-at % SECTOR_BYTES, len(data))
-            middle = (len(data) - head) // SECTOR_BYTES * SECTOR_BYTES
-            if self._direct is None or middle == 0:
-                self._put_cached(data, at)
-                return
-            tail = head + middle
-            self._put_cached(data[:head], at)
-            self._put_direct(data[head:tail], at + head)
-            self._put_cached(data[tail:], at + tail)
-
-    def _put_direct(self, data: memoryview, at: int) -> None:
-        # A short write can end within a sector: the rest then goes through the page cache.
-        while data and self._direct is not None and at % SECTOR_BYTES == 0:
-            try:
-                count = os.pwrite(self._direct, data, at)
-            except OSError as error:
-                # Some file systems accept the flag and reject the write.
-                if error.errno != errno.EINVAL:
-                    raise
-                break
-            data = data[count:]
-            at += count
-        self._put_cached(data, at)
+            done = min(-at % SECTOR_BYTES, len(data))
+            last = len(data) - (at + len(data)) % SECTOR_BYTES
+            self._put_cached(data[:done], at)
+            # A short write can end within a sector: the rest then goes through the page cache.
+            while self._is_direct and done < last and (at + done) % SECTOR_BYTES == 0:
+                try:
+                    done += os.pwrite(self._direct, data[done:last], at + done)
+                except OSError as error:
+                    # Some file systems accept the flag and reject the write.
+                    if error.errno != errno.EINVAL:
+                        raise
+                    break
+            self._put_cached(data[done:], at + done)
 
     def _put_cached(self, data: memoryview, at: int) -> None:
         if data:
@@ -237,39 +217,25 @@ class DamagedSlice(Exception):
         self.stored = stored
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A tensor to write from byte *start* of an output file on."""
-
-    file: str
-    tensor: ExportTensor
-    start: int
-
-
-def copy(
-    root: Path,
-    staging: Path,
-    files: Iterable[OutputFile],
-    num_threads: int,
+def write_weights(
+    root: Path, staging: Path, files: Sequence[OutputFile], num_threads: int
 ) -> list[Digested]:
-    """Fill *files* under *staging* from the slices under *root*. Returns the digests of the byte ranges of all tensors.
+    """Write *files* to *staging*, durably, from the slices under *root*. Returns the digests of all byte ranges.
 
-    Raises :class:`DamagedSlice` for the first slice with another digest, OSError with the file's name, and
+    Raises :class:`DamagedSlice` for a slice with another digest, OSError with the file's name, and
     :class:`CheckpointUnusable` for a source that is too short.
     """
-    tasks: list[_Task] = []
+    digests: list[Digested] = []
+    tasks: list[tuple[ExportTensor, int, str]] = []
     outputs: dict[str, Output] = {}
     stopped = threading.Event()
-    failures: list[BaseException] = []
 
-    def work(task: _Task) -> list[Digested]:
+    def work(tensor: ExportTensor, start: int, file: str) -> list[Digested]:
         copier = copiers.pop()
         try:
-            return copier.copy(task, outputs[task.file])
-        except _Stopped:
-            raise
-        except BaseException as failure:
-            failures.append(failure)
+            found = copier.copy(tensor, start, outputs[file])
+            return [Digested(file, *each) for each in found]
+        except BaseException:
             stopped.set()
             raise
         finally:
@@ -277,14 +243,15 @@ def copy(
 
     with contextlib.ExitStack() as stack:
         for file in files:
-            outputs[file.name] = Output(staging / file.name)
+            outputs[file.name] = Output(staging / file.name, file.header, file.nbytes)
             stack.callback(outputs[file.name].close)
-            for tensor, start in file.placed():
-                if tensor.nbytes:
-                    tasks.append(_Task(file.name, tensor, start))
+            digests.append(Digested(file.name, 0, len(file.header), digest_of(file.header)))
+            tasks += [
+                (tensor, start, file.name) for tensor, start in file.placed() if tensor.nbytes
+            ]
         # The largest first, so that all threads end at about the same time.
-        tasks.sort(key=lambda task: -task.tensor.nbytes)
-        total = sum(task.tensor.nbytes for task in tasks)
+        tasks.sort(key=lambda task: -task[0].nbytes)
+        total = sum(tensor.nbytes for tensor, _, _ in tasks)
         count = max(1, min(num_threads, total // BLOCK_BYTES))
         copiers = [
             _Copier(root, stack.enter_context(contextlib.closing(Inputs(root))), stopped)
@@ -294,18 +261,15 @@ def copy(
         # Before the files are closed.
         stack.callback(pool.end, stopped.set)
         try:
-            results = [pool.submit(work, task) for task in tasks]
-            return [each for result in results for each in result.result()]
-        except _Stopped:
-            raise failures[0] from None
+            for result in [pool.submit(work, *task) for task in tasks]:
+                digests += result.result()
         except BaseException:
             # Also an interruption: the threads must end before it is raised.
             stopped.set()
             raise
-
-
-class _Stopped(Exception):
-    """Another thread failed."""
+        for output in outputs.values():
+            output.sync()
+    return digests
 
 
 @dataclass(slots=True)
@@ -317,10 +281,6 @@ class _Part:
     hashed: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     num_read: int = 0
 
-    @property
-    def is_complete(self) -> bool:
-        return self.num_read == self.stored.nbytes
-
 
 class _Copier:
     """The buffers of a thread, with which it copies one tensor after another."""
@@ -330,26 +290,33 @@ class _Copier:
         self._block = block_of(BLOCK_BYTES + SECTOR_BYTES)
         self._scratch = block_of(_SCRATCH_BYTES)
 
-    def copy(self, task: _Task, output: Output) -> list[Digested]:
-        """Write the tensor of *task*; return the digests of its byte ranges."""
-        tensor = task.tensor
+    def copy(self, tensor: ExportTensor, start: int, output: Output) -> list[tuple[int, int, str]]:
+        """Write a tensor from byte *start* on. Returns its byte ranges: start, number of bytes, digest.
+
+        Returns nothing when another thread has failed.
+        """
         shape = tensor.stored.shape
         itemsize = DTYPE_BITS[tensor.dtype] // 8
-        parts = _parts_of(tensor)
+        parts = [
+            _Part(stored, flat_index(stored.offsets, shape))
+            for stored in contiguous_slices(tensor.stored)
+            if stored.nbytes
+        ]
+        parts.sort(key=lambda part: part.first)
         # Then the output consists of the bytes of the slices, which need no second digest.
         as_is = tensor.dtype == tensor.stored.dtype and all(
             is_one_run(part.stored.box, shape) for part in parts
         )
-        digests: list[Digested] = []
+        digests: list[tuple[int, int, str]] = []
         hashed = xxhash.xxh3_128()
-        at = task.start
+        first = 0
         for box in boxes(shape, BLOCK_BYTES // itemsize):
             if self._stopped.is_set():
-                raise _Stopped
+                return []
+            at = start + first * itemsize
             # O_DIRECT: the bytes have the same offset within a sector in memory as in the file.
             skip = at % SECTOR_BYTES
             out = self._block[skip : skip + box.numel * itemsize]
-            first = (at - task.start) // itemsize
             for part in list(parts):
                 if part.first >= first + box.numel:
                     break
@@ -361,18 +328,17 @@ class _Copier:
                     self._read(part, out[begin : begin + common.numel * itemsize])
                 else:
                     self._place(part, common, box, tensor, out)
-                if part.is_complete:
+                if part.num_read == part.stored.nbytes:
                     parts.remove(part)
-                    digest = _checked_digest(part)
-                    start = task.start + part.first * itemsize
-                    digests.append(Digested(task.file, start, part.stored.nbytes, digest))
+                    digest = digest_from(part.hashed)
+                    if part.stored.digest not in (None, digest):
+                        raise DamagedSlice(part.stored)
+                    digests.append((start + part.first * itemsize, part.stored.nbytes, digest))
             if not as_is:
                 hashed.update(out)
             output.write(out, at)
-            at += len(out)
-        if as_is:
-            return digests
-        return [Digested(task.file, task.start, tensor.nbytes, digest_from(hashed))]
+            first += box.numel
+        return digests if as_is else [(start, tensor.nbytes, digest_from(hashed))]
 
     def _read(self, part: _Part, memory: memoryview) -> None:
         """Fill *memory* with the next bytes of a slice."""
@@ -403,21 +369,3 @@ class _Copier:
         # The ellipsis makes the result a view even without dimensions.
         position: tuple[Any, ...] = (*common.within(box), ...)
         cast_into(values.reshape(common.sizes), source, target, result[position])
-
-
-def _parts_of(tensor: ExportTensor) -> list[_Part]:
-    """The slices of a tensor that have bytes, in the order of their first elements."""
-    parts = [
-        _Part(stored, flat_index(stored.offsets, tensor.stored.shape))
-        for stored in contiguous_slices(tensor.stored)
-        if stored.nbytes
-    ]
-    return sorted(parts, key=lambda part: part.first)
-
-
-def _checked_digest(part: _Part) -> str:
-    """The digest of a slice that was read. Raises :class:`DamagedSlice` if it is not the stored one."""
-    digest = digest_from(part.hashed)
-    if part.stored.digest is not None and part.stored.digest != digest:
-        raise DamagedSlice(part.stored)
-    return digest

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
@@ -22,35 +22,23 @@ Log = Callable[[str], None]
 _REPLACED_SECONDS = 60.0
 
 
-def leftovers_in(checkpoint: Path) -> Iterator[Path]:
-    """The directories that killed exports left in the directories of a checkpoint's modules, and those that exports use
-    at this moment.
-
-    Nothing is listed for a checkpoint that is a symbolic link: it can point outside the run directory.
-    """
-    if checkpoint.is_symlink():
-        return
-    for module in sorted(os.scandir(checkpoint), key=lambda entry: entry.name):
-        if not module.is_dir(follow_symlinks=False):
-            continue
-        for entry in sorted(os.scandir(module.path), key=lambda entry: entry.name):
-            if layout.is_export_leftover(entry.name) and entry.is_dir(follow_symlinks=False):
-                yield Path(entry.path)
-
-
 def clear_checkpoint(checkpoint: Path, log: Log) -> None:
-    """Remove what killed exports left in a checkpoint; one that was killed while it replaced another is undone.
+    """Remove what killed exports left in the directories of a checkpoint's modules; one that was killed while it
+    replaced another is undone.
 
-    What cannot be removed is logged, and tried again at the next start.
+    *checkpoint* is no symbolic link, which can point outside the run directory. What cannot be removed is logged, and
+    tried again at the next start.
     """
     try:
-        targets = {
-            path.with_name(name)
-            for path in leftovers_in(checkpoint)
-            if (name := layout.export_of(path.name))
-        }
-        for target in sorted(targets):
-            clear_leftovers(target, log)
+        modules = [entry for entry in os.scandir(checkpoint) if entry.is_dir(follow_symlinks=False)]
+        for module in sorted(modules, key=lambda entry: entry.name):
+            names = [
+                layout.export_of(entry.name)
+                for entry in os.scandir(module.path)
+                if entry.is_dir(follow_symlinks=False)
+            ]
+            for name in sorted({name for name in names if name is not None}):
+                clear_leftovers(Path(module.path, name), log)
     except OSError as error:
         log(f"could not remove the leftovers of an interrupted export in {checkpoint}: {error}")
 

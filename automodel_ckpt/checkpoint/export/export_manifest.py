@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.files.durable_file import part_digests
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, read_safely
 from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
 from automodel_ckpt.checkpoint.parts.file_contents import Level, size_problem
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, row_major_boxes
+from automodel_ckpt.checkpoint.parts.slices import Tensor, row_major_boxes
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 # A line of a hundred bytes for each byte range; parsed, it takes up to 25 times as much memory. A longer manifest must
@@ -46,37 +46,32 @@ class DigestedRange(NamedTuple):
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class ListedFile:
-    """A file of an export: its size in bytes, and the consecutive byte ranges that make it up."""
-
-    size: int
-    ranges: tuple[DigestedRange, ...]
-
-    @classmethod
-    def parse(cls, entry: Mapping[str, Any]) -> ListedFile:
-        """Return the file that an entry of the manifest describes. Raises ValueError, KeyError or TypeError."""
-        size = int(entry["size"])
-        # Only files with weights have parts; the others have one digest (docs/format.md).
-        raw = entry["parts"] if "parts" in entry else [(size, entry["digest"])]
-        ranges = []
-        start = 0
-        for nbytes, digest in raw:
-            if int(nbytes) < 0:
-                raise ValueError(f"a byte range of {nbytes} bytes")
-            ranges.append(DigestedRange(start, int(nbytes), str(digest)))
-            start += int(nbytes)
-        if start != size:
-            raise ValueError(f"byte ranges of {start} bytes for a file of {size}")
-        return cls(size, tuple(ranges))
+def _ranges(entry: Mapping[str, Any]) -> tuple[DigestedRange, ...]:
+    """The byte ranges of a file that an entry of the manifest describes. Raises ValueError, KeyError or TypeError."""
+    size = int(entry["size"])
+    # Only files with weights have parts; the others have one digest (docs/format.md).
+    raw = entry["parts"] if "parts" in entry else [(size, entry["digest"])]
+    ranges = []
+    start = 0
+    for nbytes, digest in raw:
+        if int(nbytes) < 0:
+            raise ValueError(f"a byte range of {nbytes} bytes")
+        ranges.append(DigestedRange(start, int(nbytes), str(digest)))
+        start += int(nbytes)
+    if start != size:
+        raise ValueError(f"byte ranges of {start} bytes for a file of {size}")
+    return tuple(ranges)
 
 
 @dataclass(frozen=True)
 class ExportManifest:
-    """The files of the export in *directory*. With *follow_links*, they may be symbolic links (the Hub's cache)."""
+    """The byte ranges of each file of the export in *directory*, which make it up.
+
+    With *follow_links*, the files may be symbolic links (the Hub's cache).
+    """
 
     directory: Path
-    files: Mapping[str, ListedFile]
+    files: Mapping[str, Sequence[DigestedRange]]
     follow_links: bool = False
 
     @classmethod
@@ -87,11 +82,11 @@ class ExportManifest:
             real = Path(os.path.realpath(path)) if follow_links else path
             text = read_safely(real.parent, real.name, limit=_most_bytes(directory))
             entries = parse_json(text)["files"]
-            files = {name: ListedFile.parse(entry) for name, entry in entries.items()}
+            files = {name: _ranges(entry) for name, entry in entries.items()}
         except (
             OSError,
             ValueError,
-            KeyError,
+            LookupError,
             TypeError,
             AttributeError,
             OverflowError,
@@ -131,11 +126,7 @@ class ExportManifest:
         if level == "none":
             return []
         names = [name for name in self.files if only is None or name in only]
-        problems: list[Problem] = []
-        for name in names:
-            problem = self._size_problem(name)
-            if problem is not None:
-                problems.append(problem)
+        problems = [problem for name in names if (problem := self._size_problem(name))]
         if problems or level == "size":
             return problems
         tasks = [task for name in names for task in self._tasks(name)]
@@ -147,21 +138,20 @@ class ExportManifest:
         return [self._damage(name) for name in damaged]
 
     def _size_problem(self, name: str) -> Problem | None:
-        record = FileRecord(self.files[name].size, "")
-        if not self.follow_links:
-            problem = size_problem(self.directory, name, record)
-        else:
-            real = self._path(name)
-            problem = size_problem(real.parent, real.name, record)
+        record = FileRecord(_size(self.files[name]), "")
+        path = self._path(name)
+        root, relative = (path.parent, path.name) if self.follow_links else (self.directory, name)
+        problem = size_problem(root, relative, record)
         if problem is None:
             return None
-        return replace(problem, what=_of_export(problem.what), hint=_hint(self.directory))
+        what = problem.what.replace("of the checkpoint", "of the export")
+        return replace(problem, what=what, hint=_hint(self.directory))
 
     def _tasks(self, name: str) -> Iterator[tuple[str, Sequence[DigestedRange]]]:
         """Yield the byte ranges of a file in groups of about 64 MiB."""
         group: list[DigestedRange] = []
         nbytes = 0
-        for each in self.files[name].ranges:
+        for each in self.files[name]:
             group.append(each)
             nbytes += each.nbytes
             if nbytes >= _TASK_BYTES:
@@ -193,13 +183,12 @@ class ExportManifest:
 
         A file that is not listed was added later and is not compared. Raises :class:`CheckpointUnusable`.
         """
-        listed = self.files.get(name)
-        if listed is None:
+        if name not in self.files:
             return
-        is_equal = len(data) == listed.size
-        for each in listed.ranges:
-            part = data[each.start : each.start + each.nbytes]
-            is_equal = is_equal and digest_of(part) == each.digest
+        ranges = self.files[name]
+        is_equal = len(data) == _size(ranges) and all(
+            digest_of(data[each.start : each.start + each.nbytes]) == each.digest for each in ranges
+        )
         if not is_equal:
             raise CheckpointUnusable.all_of([self._damage(name)])
 
@@ -215,10 +204,9 @@ class ExportManifest:
                 value=name,
                 hint=_hint(self.directory),
             )
-        problem = self._size_problem(name)
-        if problem is not None:
+        if problem := self._size_problem(name):
             raise CheckpointUnusable.all_of([problem])
-        header = self.files[name].ranges[:1]
+        header = self.files[name][:1]
         if header and not self._fits(name, header):
             raise CheckpointUnusable.all_of([self._damage(name)])
 
@@ -230,50 +218,46 @@ class ExportManifest:
         (whole,) = tensor.slices
         if not whole.nbytes:
             return tensor
-        ranges = self.files[name].ranges
+        bits = DTYPE_BITS[whole.dtype]
+        ranges = self.files[name]
         slices = []
-        at = whole.start
-        first = bisect_left(ranges, whole.start, key=lambda each: each.start)
-        for each in ranges[first:]:
-            if each.start != at or at + each.nbytes > whole.start + whole.nbytes:
+        at, end = whole.start, whole.start + whole.nbytes
+        for each in ranges[bisect_left(ranges, at, key=lambda each: each.start) :]:
+            if each.start != at or at >= end:
                 break
             if each.nbytes:
-                slices.append(self._slice(whole, tensor.shape, each))
+                first, before = divmod((at - whole.start) * 8, bits)
                 at += each.nbytes
-        if at != whole.start + whole.nbytes:
-            self._raise_wrong_ranges(name, tensor.fqn)
+                last, after = divmod((at - whole.start) * 8, bits)
+                boxes = [*row_major_boxes(tensor.shape, first, last)]
+                if before or after or len(boxes) != 1:
+                    break
+                slices.append(
+                    replace(
+                        whole,
+                        offsets=boxes[0].offsets,
+                        sizes=boxes[0].sizes,
+                        start=each.start,
+                        nbytes=each.nbytes,
+                        digest=each.digest,
+                    )
+                )
+        if sum(each.nbytes for each in slices) != whole.nbytes:
+            raise CheckpointUnusable(
+                f"the export's manifest does not match the tensor {tensor.fqn!r}",
+                where=str(self.directory / name),
+                value="its byte ranges are not those of the file's header",
+                hint=_hint(self.directory),
+            )
         return replace(tensor, slices=tuple(slices))
-
-    def _slice(self, whole: Slice, shape: tuple[int, ...], each: DigestedRange) -> Slice:
-        bits = DTYPE_BITS[whole.dtype]
-        first, before = divmod((each.start - whole.start) * 8, bits)
-        last, after = divmod((each.start - whole.start + each.nbytes) * 8, bits)
-        boxes = [*row_major_boxes(shape, first, last)]
-        if before or after or len(boxes) != 1:
-            self._raise_wrong_ranges(whole.file, whole.fqn)
-        (box,) = boxes
-        return replace(
-            whole,
-            offsets=box.offsets,
-            sizes=box.sizes,
-            start=each.start,
-            nbytes=each.nbytes,
-            digest=each.digest,
-        )
-
-    def _raise_wrong_ranges(self, name: str, fqn: str) -> None:
-        raise CheckpointUnusable(
-            f"the export's manifest does not match the tensor {fqn!r}",
-            where=str(self.directory / name),
-            value="its byte ranges are not those of the file's header",
-            hint=_hint(self.directory),
-        )
 
     def _path(self, name: str) -> Path:
         path = self.directory / name
-        if self.follow_links:
-            return Path(os.path.realpath(path))
-        return path
+        return Path(os.path.realpath(path)) if self.follow_links else path
+
+
+def _size(ranges: Sequence[DigestedRange]) -> int:
+    return sum(each.nbytes for each in ranges)
 
 
 def find_export_manifest(directory: Path, *, follow_links: bool = False) -> ExportManifest | None:
@@ -300,24 +284,16 @@ def export_problems(directory: Path, *, num_threads: int = 2) -> list[Problem]:
 
 def exports_in(checkpoint: Path) -> list[Path]:
     """Return the exports in the directories of a checkpoint's modules, sorted."""
-    found = []
-    for entry in sorted(os.scandir(checkpoint), key=lambda entry: entry.name):
-        if entry.is_dir(follow_symlinks=False):
-            candidates = [Path(entry.path, name) for name in sorted(layout.EXPORTS)]
-            found += [path for path in candidates if os.path.lexists(path)]
-    return found
+    modules = sorted(
+        entry.path for entry in os.scandir(checkpoint) if entry.is_dir(follow_symlinks=False)
+    )
+    candidates = [Path(module, name) for module in modules for name in sorted(layout.EXPORTS)]
+    return [path for path in candidates if os.path.lexists(path)]
 
 
 def complete_exports(checkpoint: Path) -> list[Path]:
     """Return the exports in the directories of a checkpoint's modules that have a manifest, sorted."""
-    exports = exports_in(checkpoint)
-    return [export for export in exports if (export / layout.EXPORT_MANIFEST).is_file()]
-
-
-def _of_export(what: str) -> str:
-    return what.replace("of the checkpoint", "of the export").replace(
-        "in a checkpoint", "in an export"
-    )
+    return [path for path in exports_in(checkpoint) if (path / layout.EXPORT_MANIFEST).is_file()]
 
 
 def _hint(directory: Path) -> str:

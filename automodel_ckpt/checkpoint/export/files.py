@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.older_config import with_older_keys
-from automodel_ckpt.checkpoint.export.plan import ExportTensor, Plan, quantized_in_base
+from automodel_ckpt.checkpoint.export.plan import Plan, quantized_in_base
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, TORCH_NAMES, main_dtype
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.export.copy_engine import Digested
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+# The export writes the weights, their index and the manifest itself.
+_MADE_ANEW = MAPS | {
+    layout.HF_INDEX,
+    layout.EXPORT_MANIFEST,
+    layout.CONSOLIDATE_SCRIPT,
+    layout.SLICE_TABLE,
+}
 
 
 def cast_lines(casts: Mapping[tuple[str, str], int]) -> list[str]:
@@ -52,22 +60,20 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
             "there is no .hf_metadata: the export has no config.json and no tokenizer"
         ]
     try:
-        # The export writes the weights, their index and the manifest itself.
-        names = [
-            name
-            for name in _side_names(source, directory)
-            if name not in (layout.HF_INDEX, layout.EXPORT_MANIFEST)
-            and not name.endswith(".safetensors")
-        ]
+        names = _side_names(source, directory)
         files = {name: read_model_file(directory, name, limit=MAX_SIDE_BYTES) for name in names}
     except OSError as error:
         raise CheckpointUnusable.all_of([unreadable(error)]) from None
     warnings: list[str] = []
     if "config.json" in files:
-        config_path = directory / "config.json"
-        config, config_warnings = agreeing_config(files["config.json"], plan, maps, config_path)
-        files["config.json"] = _readable_by_older(config)
-        warnings += config_warnings
+        path = directory / "config.json"
+        content, warnings = agreeing_config(files["config.json"], plan, maps, path)
+        config = parse_json(content)
+        changed = with_older_keys(config)
+        # Earlier checkpoints and imported ones lack the older keys.
+        if changed != config:
+            content = json.dumps(changed, indent=2).encode() + b"\n"
+        files["config.json"] = content
     if not maps.is_adapter:
         files[layout.HF_INDEX] = plan.index()
     return files, warnings
@@ -75,18 +81,17 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
 
 def _side_names(source: Source, directory: Path) -> Iterable[str]:
     """Return the names of the side files. For a checkpoint in Hugging Face files, only those in its manifest."""
+    names: Iterable[str] = _files_below(directory)
     if source.metadata_directory is None or (source.finished and source.manifest is None):
         # Known names only: the weights themselves are in this directory, and whatever else the user keeps there.
-        return [name for name in _files_below(directory) if is_side_file(name)]
-    if source.manifest is None or not source.finished:
-        return [name for name in _files_below(directory) if name not in MAPS]
-    names = [path.removeprefix(f"{directory.name}/") for path in source.manifest.files]
-    made_anew = {layout.HF_INDEX, layout.CONSOLIDATE_SCRIPT, layout.SLICE_TABLE}
-    return [
-        name
-        for name in names
-        if name not in made_anew and not name.endswith((".safetensors", ".bin"))
-    ]
+        names = filter(is_side_file, names)
+    elif source.manifest is not None and source.finished:
+        names = [
+            path.removeprefix(f"{directory.name}/")
+            for path in source.manifest.files
+            if not path.endswith(".bin")
+        ]
+    return [name for name in names if name not in _MADE_ANEW and not name.endswith(".safetensors")]
 
 
 def _files_below(directory: Path) -> Iterable[str]:
@@ -114,23 +119,13 @@ def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple
             value=repr(raw[:40]),
             hint="restore the file from another copy",
         )
-    before = json.dumps(config)
-    tensors = [tensor for file in plan.files for tensor in file.tensors]
-    code = main_dtype((tensor.dtype, tensor.nbytes) for tensor in tensors)
+    code = main_dtype((tensor.dtype, tensor.nbytes) for tensor in plan.tensors)
     if code is not None:
         _set_dtype(config, TORCH_NAMES[code])
-    warnings = _drop_quantization(config, tensors, maps)
-    if json.dumps(config) == before:
+    warnings = _drop_quantization(config, plan, maps)
+    if config == parse_json(raw):
         return raw, warnings
     return json.dumps(config, indent=2).encode() + b"\n", warnings
-
-
-def _readable_by_older(raw: bytes) -> bytes:
-    """Return config.json with the keys that programs before transformers 5 read."""
-    # Checkpoints of earlier revisions, and imported ones, lack them.
-    config = parse_json(raw)
-    changed = with_older_keys(config)
-    return raw if changed == config else json.dumps(changed, indent=2).encode() + b"\n"
 
 
 def _set_dtype(config: dict[str, Any], name: str, *, top: bool = True) -> None:
@@ -148,16 +143,12 @@ def _set_dtype(config: dict[str, Any], name: str, *, top: bool = True) -> None:
             _set_dtype(value, name, top=False)
 
 
-def _drop_quantization(
-    config: dict[str, Any], tensors: list[ExportTensor], maps: BaseMaps
-) -> list[str]:
+def _drop_quantization(config: dict[str, Any], plan: Plan, maps: BaseMaps) -> list[str]:
     """Remove quantization_config if all tensors that are quantized in the base are float now. Returns warnings."""
-    dequantized = {tensor.fqn for tensor in quantized_in_base(tensors, maps)}
-    if "quantization_config" not in config or not dequantized:
+    is_float = [t.dtype in ORDINARY_FLOATS for t in quantized_in_base(plan.tensors, maps)]
+    if "quantization_config" not in config or not any(is_float):
         return []
-    originals = maps.dtype or {}
-    in_base = [t for t in tensors if originals.get(t.fqn, "F32") not in ORDINARY_FLOATS]
-    if len(in_base) > len(dequantized):
+    if not all(is_float):
         return ["config.json keeps its quantization_config: some tensors are still quantized"]
     del config["quantization_config"]
     return ["config.json loses its quantization_config: the weights are float now"]
@@ -174,9 +165,6 @@ def write_side_files(files: Mapping[str, bytes], staging: Path) -> None:
 def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Digested]) -> None:
     """Write the export's manifest, its last file. *parts* are the digests of all bytes of the weights."""
     manifest = source.manifest
-    casts = {
-        f"{stored}->{written}": count for (stored, written), count in sorted(plan.casts.items())
-    }
     document = {
         "format": "automodel_ckpt.export",
         "format_version": 1,
@@ -187,7 +175,7 @@ def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Di
         # Files behind links are below the root of the file system.
         "checkpoint": source.root.name or source.model_directory.name,
         "checked": manifest is not None,
-        "casts": casts,
+        "casts": {f"{old}->{new}": count for (old, new), count in sorted(plan.casts.items())},
         # Lists the directory: all other files must be in it by now.
         "files": _listed(plan, staging, parts),
     }
@@ -196,17 +184,15 @@ def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Di
 
 def _listed(plan: Plan, staging: Path, parts: Iterable[Digested]) -> dict[str, dict[str, Any]]:
     """Return the size and digest of every file; for files of weights, the digests of their parts in order."""
-    found: dict[str, list[tuple[int, int, str]]] = {file.name: [] for file in plan.files}
+    found: dict[str, list[Digested]] = {file.name: [] for file in plan.files}
     for part in parts:
-        found[part.file].append((part.start, part.nbytes, part.digest))
+        found[part.file].append(part)
     listed: dict[str, dict[str, Any]] = {}
     for name in sorted(_files_below(staging)):
         if name in found:
-            in_order = sorted(found[name])
-            digests = [[nbytes, digest] for _, nbytes, digest in in_order]
-            size = sum(nbytes for _, nbytes, _ in in_order)
-            listed[name] = {"size": size, "parts": digests}
+            in_order = sorted(found[name], key=lambda part: part.start)
+            digests = [[part.nbytes, part.digest] for part in in_order]
+            listed[name] = {"size": sum(part.nbytes for part in in_order), "parts": digests}
         else:
-            record = file_record(staging / name)
-            listed[name] = {"size": record.size, "digest": record.digest}
+            listed[name] = asdict(file_record(staging / name))
     return listed

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.export.base_identity import files_of_index
 from automodel_ckpt.checkpoint.export.older_config import with_older_keys
 from automodel_ckpt.checkpoint.export.plan import file_numbers
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES, dtype_code, main_dtype
 from automodel_ckpt.checkpoint.files.safetensors_header import TensorEntry, read_header
-from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import (
     DTYPE_MAP,
@@ -81,8 +81,8 @@ class HFAssets:
     model's class, if transformers does not define it. *prefix* is the prefix of the backbone's
     tensors. Names in the base can lack it, or have it in excess. *declared* are names, or globs over them, of tensors
     that differ from the base's intentionally: new, resized or omitted. *further* are other files, by relative path,
-    that take precedence over the base's files. *float32_in* has the names of tensors that the model keeps in float32
-    if the others are cast to a dtype (by its safetensors code).
+    that take precedence over the base's files. *float32_in* has the dtypes (safetensors codes) to which a tensor of the
+    model is not cast, but stays float32.
     """
 
     config: Any
@@ -97,7 +97,7 @@ class HFAssets:
     tied: Mapping[str, str] = field(default_factory=dict)
     declared: Iterable[str] = ()
     further: Mapping[str, bytes] | None = None
-    float32_in: Mapping[str, Collection[str]] | None = None
+    float32_in: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     @classmethod
     def from_model(
@@ -107,7 +107,7 @@ class HFAssets:
 
         Args:
             model: The model.
-            float32_in: The attribute of this name, but with the names of parameters in memory.
+            float32_in: For a dtype, the names in memory of parameters that stay float32 in an export with it.
             given: ``tokenizer``, ``base_dir``, ``code_dir``, ``declared`` and ``further``, which become attributes.
         """
         from automodel_ckpt.checkpoint.state.module_tensors import (
@@ -122,7 +122,8 @@ class HFAssets:
         kept: dict[str, set[str]] = {}
         for code, fqns in (float32_in or {}).items():
             for fqn in fqns:
-                kept.setdefault(code, set()).update((names.name_of(fqn), *names.rows.get(fqn, ())))
+                for name in (names.name_of(fqn), *names.rows.get(fqn, ())):
+                    kept.setdefault(name, set()).add(code)
         can_generate = inner.can_generate()
         return cls(
             inner.config,
@@ -171,7 +172,9 @@ class HFAssets:
         if not self.tensors:
             return BaseMaps(None, dtypes, None, is_tied)
         shapes = {fqn: spec.shape for fqn, spec in self._exported.items()}
-        float32_in = {fqn: codes for fqn in self._exported if (codes := self._float32_of(fqn))}
+        float32_in = {
+            fqn: frozenset(self.float32_in[fqn]) for fqn in self._exported if fqn in self.float32_in
+        }
         index = dict(self.file_index_mapping)
         return BaseMaps(index, dtypes, shapes, is_tied, float32_in=float32_in)
 
@@ -193,7 +196,12 @@ class HFAssets:
         files["config.json"] = self.config_json()
         if self.tensors:
             files[FILE_INDEX_MAP] = _json_bytes(self.file_index_mapping)
-            expected = {fqn: self._expected(fqn) for fqn in self._exported}
+            # A tensor that an export must contain: its shape, and the dtypes of an export in which it stays float32.
+            expected: dict[str, dict[str, Any]] = {}
+            for fqn, spec in self._exported.items():
+                expected[fqn] = {"shape": list(spec.shape)}
+                if fqn in self.float32_in:
+                    expected[fqn]["float32_in"] = sorted(self.float32_in[fqn])
             files[EXPECTED_TENSORS] = _json_bytes(expected)
         if self._base:
             dtypes = {fqn: entry.dtype for fqn, (_, entry) in sorted(self._base.items())}
@@ -248,24 +256,29 @@ class HFAssets:
     @functools.cached_property
     def _base(self) -> dict[str, tuple[str, TensorEntry]]:
         """The file and the description of each of the base's tensors, by its name in exports; empty where there is no
-        base in safetensors format."""
-        return {self._name_of(fqn): found for fqn, found in _tensors_in(self.base_dir).items()}
-
-    def _name_of(self, fqn: str) -> str:
-        """The name in exports of a tensor of the base; all of them have or lack the prefix of the backbone."""
-        names = (fqn, f"{self.prefix}.{fqn}", fqn.removeprefix(f"{self.prefix}."))
-        return next((name for name in names if name in self.tensors or name in self.tied), fqn)
-
-    def _expected(self, fqn: str) -> dict[str, Any]:
-        """A tensor that an export must contain: its shape, and the dtypes of an export in which it stays float32."""
-        expected: dict[str, Any] = {"shape": list(self._exported[fqn].shape)}
-        if codes := self._float32_of(fqn):
-            expected["float32_in"] = sorted(codes)
-        return expected
-
-    def _float32_of(self, fqn: str) -> frozenset[str]:
-        kept = self.float32_in or {}
-        return frozenset(code for code, names in kept.items() if fqn in names)
+        base in safetensors format. All names in the base have or lack the prefix of the backbone."""
+        found: dict[str, tuple[str, TensorEntry]] = {}
+        if self.base_dir is None:
+            return found
+        directory = Path(self.base_dir)
+        files = files_of_index(directory / layout.HF_INDEX)
+        if not files and (directory / _SINGLE).is_file():
+            files = [_SINGLE]
+        for file in files:
+            try:
+                header = read_header(directory / file)
+            except (OSError, CheckpointUnusable) as error:
+                raise RecipeError(
+                    "a file of the base model cannot be read",
+                    where=str(directory / file),
+                    value=str(error),
+                    hint="download the base model again",
+                ) from error
+            for fqn, entry in header.tensors.items():
+                names = (fqn, f"{self.prefix}.{fqn}", fqn.removeprefix(f"{self.prefix}."))
+                here = (name for name in names if name in self.tensors or name in self.tied)
+                found[next(here, fqn)] = file, entry
+        return found
 
     def _warn_of_differences(self) -> None:
         """Warn of the tensors that differ between an export and the base, unless they are declared."""
@@ -278,38 +291,11 @@ class HFAssets:
             and not any(fnmatchcase(fqn, pattern) for pattern in self.declared)
         ]
         if names:
-            more = ", ..." if len(names) > _NUM_SHOWN else ""
             log.warning(
-                "Exports will differ from the base in the names or shapes of %s: %s%s",
+                "Exports will differ from the base in the names or shapes of %s: %s",
                 counted(len(names), "tensor"),
-                ", ".join(names[:_NUM_SHOWN]),
-                more,
+                ", ".join([*names[:_NUM_SHOWN], *(["..."] if len(names) > _NUM_SHOWN else [])]),
             )
-
-
-def _tensors_in(directory: Path | str | None) -> dict[str, tuple[str, TensorEntry]]:
-    """The file and the description of each tensor in the safetensors files of a model, by name; empty without any."""
-    found: dict[str, tuple[str, TensorEntry]] = {}
-    if directory is None:
-        return found
-    index = Path(directory, layout.HF_INDEX)
-    files = set((read_weight_map(index, follow_links=True, kind=RecipeError) or {}).values())
-    if not files and Path(directory, _SINGLE).is_file():
-        files = {_SINGLE}
-    for name in sorted(files):
-        path = Path(directory, name)
-        try:
-            header = read_header(path)
-        except (OSError, CheckpointUnusable) as error:
-            raise RecipeError(
-                "a file of the base model cannot be read",
-                where=str(path),
-                value=str(error),
-                hint="download the base model again",
-            ) from error
-        for fqn, entry in header.tensors.items():
-            found[fqn] = name, entry
-    return found
 
 
 def tokenizer_files(tokenizer: Any, base_dir: Path | str | None) -> dict[str, bytes]:
@@ -323,13 +309,14 @@ def tokenizer_files(tokenizer: Any, base_dir: Path | str | None) -> dict[str, by
     origin = name if name and Path(name).is_dir() else base_dir
     files = {} if origin is None else read_files(Path(origin), _files_of(tokenizer))
     before = _read_unchanged(tokenizer, Path(origin)) if origin is not None and files else None
-    if before is None:
-        with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
-            save_preprocessor(tokenizer, Path(directory))
-            return read_files(Path(directory), ("*", "additional_chat_templates/*"))
-    if before.chat_template == tokenizer.chat_template:
-        return files
-    return _with_template(files, tokenizer.chat_template)
+    if before is not None:
+        if before.chat_template == tokenizer.chat_template:
+            return files
+        if isinstance(tokenizer.chat_template, str):
+            return _with_template(files, tokenizer.chat_template)
+    with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
+        save_preprocessor(tokenizer, Path(directory))
+        return read_files(Path(directory), ("*", "additional_chat_templates/*"))
 
 
 def _local_references(references: Mapping[str, Any], files: Iterable[str]) -> dict[str, Any]:
@@ -349,21 +336,17 @@ def _local_references(references: Mapping[str, Any], files: Iterable[str]) -> di
 def _read_unchanged(tokenizer: Any, directory: Path) -> Any:
     """Read the tokenizer or processor in *directory*, if it has the vocabulary and the settings of *tokenizer*.
 
-    Returns None when it differs. A tokenizer may have another chat template, a text.
+    Returns None when it differs. It may have another chat template, a text.
     """
     inner = _tokenizer_of(tokenizer)
     try:
         read = type(inner).from_pretrained(directory)
         # A classifier's tokenizer can have got a pad token.
         is_same = read.get_vocab() == inner.get_vocab() and read.pad_token == inner.pad_token
-        if inner is tokenizer:
-            has_text = isinstance(inner.chat_template, str)
-            is_same = is_same and (has_text or read.chat_template == inner.chat_template)
-        else:
+        if inner is not tokenizer:
             is_same = is_same and read.chat_template == inner.chat_template
             read = type(tokenizer).from_pretrained(directory)
             is_same = is_same and read.to_dict() == tokenizer.to_dict()
-            is_same = is_same and read.chat_template == tokenizer.chat_template
     except (OSError, ValueError, AttributeError, TypeError, ImportError):
         # The files of another class, or damaged ones: the tokenizer is saved anew.
         return None

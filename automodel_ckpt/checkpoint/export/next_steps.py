@@ -86,14 +86,6 @@ def gguf_lines(file: Path, modelfile: Path) -> list[str]:
     ]
 
 
-def modelfile_text(file: Path) -> str:
-    """The content of Ollama's Modelfile for a GGUF *file* in the same directory.
-
-    Ollama reads the chat template and the end tokens from the metadata of the GGUF file.
-    """
-    return f"FROM ./{file.name}\n"
-
-
 def _auto_class(directory: Path) -> str:
     """The class of transformers that loads the model, or the base of adapters."""
     config = _read(directory / _CONFIG)

@@ -9,29 +9,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from automodel_ckpt.base.units import counted_are
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS, dtype_code
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _MAX_FILE_BYTES = 5_000_000_000
-_CAST_NAMES = {
-    "bf16": "BF16",
-    "bfloat16": "BF16",
-    "fp16": "F16",
-    "float16": "F16",
-    "half": "F16",
-    "fp32": "F32",
-    "float32": "F32",
-    "float": "F32",
-    "fp64": "F64",
-    "float64": "F64",
-    "double": "F64",
-}
+_SHORT_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +79,20 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The files to write: *casts* counts tensors by (from, to); *warnings* are for the user."""
+    """The files to write; *warnings* are for the user."""
 
     files: tuple[OutputFile, ...]
-    casts: Mapping[tuple[str, str], int]
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> list[ExportTensor]:
+        return [tensor for file in self.files for tensor in file.tensors]
+
+    @property
+    def casts(self) -> dict[tuple[str, str], int]:
+        """The number of tensors that change their dtype, by (from, to)."""
+        dtypes = [(tensor.stored.dtype, tensor.dtype) for tensor in self.tensors]
+        return dict(Counter(pair for pair in dtypes if pair[0] != pair[1]))
 
     @property
     def nbytes(self) -> int:
@@ -104,22 +101,13 @@ class Plan:
 
     def index(self) -> bytes:
         """Return the content of ``model.safetensors.index.json``."""
-        weight_map: dict[str, str] = {}
-        total = 0
-        for file in self.files:
-            for tensor in file.tensors:
-                weight_map[tensor.fqn] = file.name
-                total += tensor.nbytes
+        files = {tensor.fqn: file.name for file in self.files for tensor in file.tensors}
+        total = sum(tensor.nbytes for tensor in self.tensors)
         document = {
             "metadata": {"total_size": total},
-            "weight_map": dict(sorted(weight_map.items())),
+            "weight_map": dict(sorted(files.items())),
         }
         return json.dumps(document, indent=2).encode() + b"\n"
-
-
-def numbered_file(number: int, count: int) -> str:
-    """Return Hugging Face's name of file *number* (from 1) of *count*."""
-    return f"model-{number:05}-of-{count:05}.safetensors"
 
 
 def parse_cast_dtype(name: str | None) -> str | None:
@@ -129,8 +117,9 @@ def parse_cast_dtype(name: str | None) -> str | None:
     """
     if not name:
         return None
-    code = _CAST_NAMES.get(name.lower().removeprefix("torch."))
-    if code is None:
+    lower = name.lower().removeprefix("torch.")
+    code = _SHORT_NAMES.get(lower) or dtype_code(lower)
+    if code not in ORDINARY_FLOATS:
         raise RecipeError(
             "unknown dtype to cast to",
             where="--cast-dtype (CAST_DTYPE)",
@@ -153,8 +142,11 @@ def make_plan(
     *tied* maps names that were not stored to stored names; *where* is for messages. Raises :class:`CheckpointUnusable`
     if names or shapes differ from the base.
     """
-    warnings: list[str] = []
-    stored = export_names(tensors, tied, maps, where, warnings)
+    stored = export_names(tensors, tied, maps, where)
+    warnings = [
+        f"{fqn} is left out: the shards lack it, and config.json ties it to the embedding"
+        for fqn in sorted((maps.names or frozenset()) - stored.keys())
+    ]
     exported = [
         ExportTensor(fqn, tensor, _dtype(fqn, tensor, maps, cast_dtype))
         for fqn, tensor in stored.items()
@@ -165,31 +157,20 @@ def make_plan(
         files = [_output_file(exported, layout.ADAPTER_MODEL)]
     else:
         groups = _group(exported, maps)
-        names = [numbered_file(number, len(groups)) for number in range(1, len(groups) + 1)]
-        files = [_output_file(group, name) for group, name in zip(groups, names, strict=True)]
-    return Plan(tuple(files), _counted_casts(files), tuple(warnings))
-
-
-def _counted_casts(files: Iterable[OutputFile]) -> dict[tuple[str, str], int]:
-    """Return the number of tensors that change their dtype, by (from, to)."""
-    casts: Counter[tuple[str, str]] = Counter()
-    for file in files:
-        for tensor in file.tensors:
-            if tensor.stored.dtype != tensor.dtype:
-                casts[tensor.stored.dtype, tensor.dtype] += 1
-    return dict(casts)
+        files = [
+            _output_file(group, f"model-{number:05}-of-{len(groups):05}.safetensors")
+            for number, group in enumerate(groups, start=1)
+        ]
+    return Plan(tuple(files), tuple(warnings))
 
 
 def export_names(
-    tensors: Mapping[str, Tensor],
-    tied: Mapping[str, str],
-    maps: BaseMaps,
-    where: str,
-    warnings: list[str],
+    tensors: Mapping[str, Tensor], tied: Mapping[str, str], maps: BaseMaps, where: str
 ) -> dict[str, Tensor]:
     """Return the stored tensor of each name in the export: the names of the base if known, or else the stored ones.
 
-    Raises :class:`CheckpointUnusable` if names or shapes differ from the base.
+    Without its shapes, the base's output layer is left out if it is not stored, but tied. Raises
+    :class:`CheckpointUnusable` if names or shapes differ from the base.
     """
     if maps.names is None:
         return dict(tensors)
@@ -203,51 +184,38 @@ def export_names(
         stored_names = [name for name in groups.get(fqn, (fqn,)) if name in tensors]
         if stored_names:
             result[fqn] = tensors[stored_names[0]]
-        elif maps.shape is None and maps.tie_word_embeddings and fqn.endswith("lm_head.weight"):
-            warnings.append(
-                f"{fqn} is left out: the shards lack it, and config.json ties it to the embedding"
-            )
-        else:
+        elif not (
+            maps.shape is None and maps.tie_word_embeddings and fqn.endswith("lm_head.weight")
+        ):
             missing.append(fqn)
     extra = [fqn for fqn in tensors if not maps.names & {fqn, *groups.get(fqn, ())}]
-    _check_tensor_names(missing, extra, where)
-    for fqn, shape in (maps.shape or {}).items():
-        if result[fqn].shape != shape:
-            what = f"the tensor {fqn!r} has another shape than it should"
-            raise _not_the_base(what, where, f"{result[fqn].shape}, not {shape}")
-    return result
-
-
-def _tie_groups(tied: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return all names of the group of each tied name, the stored one first."""
-    members: dict[str, list[str]] = {}
-    for alias, stored in tied.items():
-        members.setdefault(stored, [stored]).append(alias)
-    groups: dict[str, tuple[str, ...]] = {}
-    for group in members.values():
-        for name in group:
-            groups[name] = tuple(group)
-    return groups
-
-
-def _check_tensor_names(missing: Sequence[str], extra: Sequence[str], where: str) -> None:
-    parts: list[str] = []
+    what, parts = "the tensors are not those that the base model has", []
     if missing:
         parts.append(f"missing: {_some(missing)}")
     if extra:
         parts.append(f"not in the base: {_some(extra)}")
+    if not parts:
+        for fqn, shape in (maps.shape or {}).items():
+            if result[fqn].shape != shape:
+                what = f"the tensor {fqn!r} has another shape than it should"
+                parts = [f"{result[fqn].shape}, not {shape}"]
+                break
     if parts:
-        what = "the tensors are not those that the base model has"
-        raise _not_the_base(what, where, "; ".join(parts))
+        raise CheckpointUnusable(
+            what,
+            where=where,
+            value="; ".join(parts),
+            hint="use another checkpoint; if the model was changed on purpose, .hf_metadata must describe the new one",
+        )
+    return result
 
 
-def _not_the_base(what: str, where: str, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        what,
-        where=where,
-        value=value,
-        hint="use another checkpoint; if the model was changed on purpose, .hf_metadata must describe the new one",
-    )
+def _tie_groups(tied: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return all names of the group of each tied name, the stored one first."""
+    groups = {stored: [stored] for stored in tied.values()}
+    for alias, stored in tied.items():
+        groups[stored].append(alias)
+    return {name: group for group in groups.values() for name in group}
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:
@@ -274,24 +242,18 @@ def _dtype(fqn: str, tensor: Tensor, maps: BaseMaps, cast_dtype: str | None) -> 
 
 
 def quantized_in_base(exported: Iterable[ExportTensor], maps: BaseMaps) -> list[ExportTensor]:
-    """Return the tensors that are quantized or packed in the base, and ordinary floats in the checkpoint."""
+    """Return the tensors that are quantized or packed in the base."""
     originals = maps.dtype or {}
-    return [
-        tensor
-        for tensor in exported
-        if tensor.dtype in ORDINARY_FLOATS
-        and originals.get(tensor.fqn, "F32") not in ORDINARY_FLOATS
-    ]
+    return [t for t in exported if originals.get(t.fqn, "F32") not in ORDINARY_FLOATS]
 
 
 def _quantized_warnings(exported: Sequence[ExportTensor], maps: BaseMaps) -> list[str]:
-    found = quantized_in_base(exported, maps)
+    found = [t.fqn for t in quantized_in_base(exported, maps) if t.dtype in ORDINARY_FLOATS]
     if not found:
         return []
-    names = _some([tensor.fqn for tensor in found], 3)
     number = counted_are(len(found), "tensor")
     stay = "it stays" if len(found) == 1 else "they stay"
-    return [f"{number} quantized in the base and float here; {stay} float: {names}"]
+    return [f"{number} quantized in the base and float here; {stay} float: {_some(found, 3)}"]
 
 
 def _group(exported: Sequence[ExportTensor], maps: BaseMaps) -> list[list[ExportTensor]]:
@@ -321,10 +283,7 @@ def file_numbers(sizes: Mapping[str, int]) -> dict[str, int]:
 def _output_file(tensors: Sequence[ExportTensor], name: str) -> OutputFile:
     # Wide elements first: every tensor is then aligned to its elements, which readers that map the file need.
     ordered = tuple(sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype]))
-    entries = []
-    nbytes = 0
-    for tensor in ordered:
-        entries.append((tensor.fqn, tensor.dtype, tensor.stored.shape))
-        nbytes += tensor.nbytes
+    entries = [(tensor.fqn, tensor.dtype, tensor.stored.shape) for tensor in ordered]
+    nbytes = sum(tensor.nbytes for tensor in ordered)
     header, _ = build_header(entries, {"format": "pt"})
     return OutputFile(name, header, len(header) + nbytes, ordered)

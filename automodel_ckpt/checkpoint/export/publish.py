@@ -50,7 +50,9 @@ def check_target(target: Path) -> None:
         return
     if not target.is_dir():
         raise _not_replaceable(target, "not a directory")
-    exported = _exported_files(target)
+    exported: set[str] = set()
+    with contextlib.suppress(CheckpointUnusable):
+        exported = {*ExportManifest.read(target).files, layout.EXPORT_MANIFEST}
     others = (file for file in _files(target) if file not in exported)
     # Not all of them: the target may be the root of a file system.
     shown = list(itertools.islice(others, _NUM_SHOWN))
@@ -74,14 +76,6 @@ def _files(directory: Path) -> Iterator[str]:
         links = [name for name in directories if os.path.islink(os.path.join(parent, name))]
         for name in sorted([*names, *links]):
             yield os.path.relpath(os.path.join(parent, name), directory)
-
-
-def _exported_files(directory: Path) -> set[str]:
-    """Return the files that the manifest of the export in *directory* lists; none if there is no manifest."""
-    try:
-        return {*ExportManifest.read(directory).files, layout.EXPORT_MANIFEST}
-    except CheckpointUnusable:
-        return set()
 
 
 @contextlib.contextmanager

@@ -205,7 +205,7 @@ def _write_finished(
         # The maps are for exports from shards; here the weights are stored as the base stores them.
         files = {name: data for name, data in assets.files.items() if name not in MAPS}
     if assets is None or not assets.maps.is_adapter:
-        plan = Plan(file_layout.files, {}, ())
+        plan = Plan(file_layout.files)
         files[layout.HF_INDEX] = plan.index()
         files[layout.CONSOLIDATE_SCRIPT] = no_need_script().encode()
         if assets is not None:

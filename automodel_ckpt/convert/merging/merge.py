@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.export.adapter_record import (
 )
 from automodel_ckpt.checkpoint.export.base_identity import identify_base
 from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport, consolidate
-from automodel_ckpt.checkpoint.export.copy_engine import Digested, Output, create_output
+from automodel_ckpt.checkpoint.export.copy_engine import Digested, Output
 from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import (
     agreeing_config,
@@ -239,9 +239,7 @@ def _changed_config(raw: bytes, model: MergedModel) -> bytes:
 
 def _write(file: OutputFile, model: MergedModel, staging: Path) -> Iterator[Digested]:
     """Write a file, fsync it, and yield the digests of its parts."""
-    descriptor = create_output(staging / file.name, file.header, file.nbytes)
-    output = Output(staging / file.name)
-    try:
+    with contextlib.closing(Output(staging / file.name, file.header, file.nbytes)) as output:
         yield Digested(file.name, 0, len(file.header), digest_of(file.header))
         for tensor, at in file.placed():
             values = model.value(tensor.fqn, tensor.dtype)
@@ -250,7 +248,4 @@ def _write(file: OutputFile, model: MergedModel, staging: Path) -> Iterator[Dige
             output.write(data, at)
             yield Digested(file.name, at, len(data), digest_of(data))
         # Before the rename that publishes: a name must not become durable before its data.
-        os.fsync(descriptor)
-    finally:
-        output.close()
-        os.close(descriptor)
+        output.sync()

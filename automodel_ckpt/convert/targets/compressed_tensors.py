@@ -75,9 +75,8 @@ def write(export: Export, *, scheme: str, linear_weights: LinearWeights) -> Expo
     with export.published_directory() as staging:
         files[layout.HF_INDEX] = _write_weights(staging, opened, plan, quantized, quantizer)
         write_side_files(files, staging)
-    num_tensors = sum(len(file.tensors) for file in plan.files)
     summary = f"{len(quantized)} of them quantized"
-    return export.report(num_tensors, summary, num_quantized=len(quantized))
+    return export.report(len(plan.tensors), summary, num_quantized=len(quantized))
 
 
 class _Quantizer:
@@ -151,7 +150,7 @@ def _selected(
     chosen: set[str] = set()
     unsuited: list[str] = []
     size = quantizer.group_size
-    for tensor in _tensors_of(plan):
+    for tensor in plan.tensors:
         if tensor.fqn in linear and len(tensor.stored.shape) == 2:
             is_float = {tensor.stored.dtype, tensor.dtype} <= ORDINARY_FLOATS
             if is_float and tensor.stored.shape[1] % (size or 1) == 0:
@@ -173,11 +172,6 @@ def _selected(
     return frozenset(chosen)
 
 
-def _tensors_of(plan: Plan) -> Iterator[ExportTensor]:
-    for file in plan.files:
-        yield from file.tensors
-
-
 def _config(raw: bytes, quantizer: _Quantizer, plan: Plan, quantized: frozenset[str]) -> bytes:
     """Return config.json with the names of the layers with a matrix that is not quantized.
 
@@ -185,7 +179,7 @@ def _config(raw: bytes, quantizer: _Quantizer, plan: Plan, quantized: frozenset[
     """
     # The output layer has no tensor if it is tied to the embedding.
     ignored = {"lm_head"}
-    for tensor in _tensors_of(plan):
+    for tensor in plan.tensors:
         layer, _, last = tensor.fqn.rpartition(".")
         is_matrix = last == "weight" and len(tensor.stored.shape) >= 2
         if is_matrix and tensor.fqn not in quantized:

@@ -116,7 +116,7 @@ class Export:
         size. With *reads_parts*, all digests are compared, because only a whole slice has one.
         """
         source = self.source
-        export_names(source.tensors, source.tied, maps_of(source), self.where, [])
+        export_names(source.tensors, source.tied, maps_of(source), self.where)
         problems: list[Problem] = []
         if source.manifest is not None:
             # Tensors of Hugging Face files are read from headers, without digests.

@@ -19,7 +19,7 @@ import numpy as np
 from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.base.units import counted_are
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
-from automodel_ckpt.checkpoint.export.next_steps import gguf_lines, modelfile_text
+from automodel_ckpt.checkpoint.export.next_steps import gguf_lines
 from automodel_ckpt.checkpoint.export.plan import ExportTensor
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
@@ -137,7 +137,8 @@ def _write_modelfile(file: Path) -> Path:
     path = file.with_suffix(".Modelfile")
     if not path.exists():
         try:
-            replace_file(path, modelfile_text(file).encode())
+            # Ollama reads the chat template and the end tokens from the metadata of the GGUF file.
+            replace_file(path, f"FROM ./{file.name}\n".encode())
         except OSError as error:
             hint = "free space, then write it by hand: FROM ./ and the name of the GGUF file"
             problem = os_problem(error, "Ollama's Modelfile cannot be written", hint=hint)

@@ -87,8 +87,7 @@ def write(export: Export, *, vocabulary_multiple: int = 1, num_threads: int = 5)
     beside, _ = export.side_files(plan)
     # The index of Hugging Face files, which are not written here.
     beside.pop(layout.HF_INDEX, None)
-    exported = [tensor for file in plan.files for tensor in file.tensors]
-    state_dict = _state_dict(opened, exported, conversion, vocabulary_multiple)
+    state_dict = _state_dict(opened, plan.tensors, conversion, vocabulary_multiple)
     with export.published_directory() as directory:
         (directory / _LATEST).write_text(_RELEASE)
         # The config and the tokenizer, which Megatron-LM does not read: for users, and to convert the names back.

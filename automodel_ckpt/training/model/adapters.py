@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from automodel_ckpt.base.units import size_text
 from automodel_ckpt.base.user_cache import cache_directory
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets, TensorSpec, tensor_specs
@@ -130,9 +129,6 @@ def adapter_assets(
     identity: BaseIdentity | None = None
     if reads_base and directory is not None:
         identity = identify_base(base_name, directory, run=run, cache=cache_directory())
-        if identity.nbytes:
-            read = size_text(identity.nbytes)
-            log.info("read the base for its digest: %s in %.1f s, once", read, identity.seconds)
     # peft loads this revision of the base.
     peft_config = dict(adapted.peft_config)
     if revision is not None:

@@ -528,8 +528,7 @@ def test_a_failure_while_writing_leaves_nothing_and_names_path_and_errno(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for name in ("_put_cached", "_put_direct"):
-        monkeypatch.setattr(export_output.Output, name, full)
+    monkeypatch.setattr(export_output.Output, "_put_cached", full)
     with pytest.raises(SaveFailed, match="ENOSPC") as caught:
         consolidate(tmp_path / "c")
     assert caught.value.problems[0].where.endswith("/model-00001-of-00001.safetensors")

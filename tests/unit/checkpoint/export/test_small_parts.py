@@ -12,7 +12,6 @@ from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint.export.export_manifest import (
     DigestedRange,
     ExportManifest,
-    ListedFile,
 )
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import digest_of
@@ -31,7 +30,7 @@ def test_every_file_of_an_export_that_is_missing_or_of_another_size_is_reported(
 ) -> None:
     for name, text in (("a", "aa"), ("b", "bbb"), ("c", "c")):
         (tmp_path / name).write_text(text)
-    record = {name: ListedFile(2, (DigestedRange(0, 2, digest_of(b"aa")),)) for name in "abcd"}
+    record = {name: (DigestedRange(0, 2, digest_of(b"aa")),) for name in "abcd"}
     problems = ExportManifest(tmp_path, record).problems(level="size")
     assert [Path(problem.where).name for problem in problems] == ["b", "c", "d"]
     only = ExportManifest(tmp_path, record).problems(level="size", only={"a", "c"})
@@ -45,7 +44,7 @@ def test_a_link_in_an_export_is_damage_except_in_the_cache_of_the_hub(tmp_path: 
     (tmp_path / "blobs" / "1").write_text("aa")
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "a").symlink_to(tmp_path / "blobs" / "1")
-    files = {"a": ListedFile(2, (DigestedRange(0, 2, digest_of(b"aa")),))}
+    files = {"a": (DigestedRange(0, 2, digest_of(b"aa")),)}
     assert ExportManifest(tmp_path / "export", files, follow_links=True).problems() == []
     (problem,) = ExportManifest(tmp_path / "export", files).problems()
     assert "not a regular file" in problem.what and problem.where == str(tmp_path / "export" / "a")
