@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.models.quantize import type_of_products
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes, share_out
 from automodel_ckpt.parallel.precision import (
     float32_precision,
-    parameter_type,
     resolve_precision,
     set_float32_precision,
+    with_parameter_type,
 )
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support.runs.training import build, write_recipe
@@ -98,17 +97,20 @@ def test_what_trains_is_kept_in_float32_and_a_frozen_base_on_a_gpu_in_16_bits(
     class Base:
         dtype = torch.float16
 
-    section: Any = config_of(recipe_file).model
-    given: Any = config_of(recipe_file, "--model.dtype=float32").model
+    config = config_of(recipe_file)
+    given = config_of(recipe_file, "--model.dtype=float32")
     base: Any = Base()
 
-    def kept(section: Any, device_type: str, config: Any, is_frozen: bool) -> str:
-        return parameter_type(section, config, device_type=device_type, is_frozen=is_frozen)
+    def kept(config: Any, device_type: str, base: Any, is_frozen: bool) -> str:
+        typed: Any = with_parameter_type(
+            config, base, device_type=device_type, is_trained=not is_frozen
+        )
+        return str(typed.model.dtype)
 
-    assert kept(section, "cuda", None, False) == "float32"
-    assert kept(section, "cuda", None, True) == "bfloat16"
-    assert kept(section, "cuda", base, True) == "float16"
-    assert kept(section, "cpu", base, True) == "float32"
+    assert kept(config, "cuda", None, False) == "float32"
+    assert kept(config, "cuda", None, True) == "bfloat16"
+    assert kept(config, "cuda", base, True) == "float16"
+    assert kept(config, "cpu", base, True) == "float32"
     assert kept(given, "cuda", base, True) == "float32"
 
 
@@ -175,11 +177,3 @@ def test_adapters_on_a_gpu_train_in_float32_beside_a_base_in_bfloat16(
         assert parameter.dtype == found[kind]
     assert found == expected
     assert "float32 products in TF32" in trainable.precision
-
-
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [("float32", torch.bfloat16), ("auto", torch.bfloat16), ("float16", torch.float16)],
-)
-def test_a_base_in_four_bits_is_computed_in_16(dtype: str, expected: torch.dtype) -> None:
-    assert type_of_products(dtype) == expected
