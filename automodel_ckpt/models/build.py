@@ -243,7 +243,10 @@ def _read_model(
     auto_class: Any, name: str, options: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read the model, and return it with the arguments of :meth:`Verdict.of_differences`."""
-    with quiet(*_NOISY), _bars_on_terminals_only():
+    if not sys.stderr.isatty():
+        # A file would get each state of a progress bar.
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    with quiet(*_NOISY):
         model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)
     misshapen = {fqn: (tuple(there), tuple(here)) for fqn, there, here in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - misshapen.keys()
@@ -252,17 +255,3 @@ def _read_model(
         "unexpected": info["unexpected_keys"],
         "misshapen": misshapen,
     }
-
-
-@contextmanager
-def _bars_on_terminals_only() -> Iterator[None]:
-    """Hide the progress bars of transformers if standard error is not a terminal: a file would get each state."""
-    library: Any = transformers.utils.logging
-    if sys.stderr.isatty() or not library.is_progress_bar_enabled():
-        yield
-        return
-    library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        library.enable_progress_bar()

@@ -36,9 +36,7 @@ def config_of_layer(config: Any, number: int) -> Any:
 
     Also *config* itself for layers beyond the model's, such as layers of multi-token prediction.
     """
-    if not getattr(config, "is_heterogeneous", False):
-        return config
-    layers = config.per_layer_config
+    layers = layer_configs(config)
     return layers[number] if number < len(layers) else config
 
 
@@ -96,23 +94,30 @@ def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
     # Private in transformers 5.17 to 5.24. Custom classes may have no mapping.
     mapping = getattr(auto_class, "_model_mapping", None)
     remote_classes = getattr(config, "auto_map", None) or {}
-    if mapping is None or type(config) in mapping or auto_class.__name__ in remote_classes:
+    architectures = getattr(config, "architectures", None) or ()
+    is_seq2seq = (
+        config.is_encoder_decoder and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    )
+    seq2seq: Any = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)] if is_seq2seq else None
+    # BART has a class for the decoder alone, too.
+    is_whole = seq2seq is not None and seq2seq.__name__ in architectures
+    is_known = mapping is None or type(config) in mapping or auto_class.__name__ in remote_classes
+    if is_known and not (is_whole and auto_class is AutoModelForCausalLM):
         _check_causality(config, auto_class)
         return
-    architectures = getattr(config, "architectures", None) or ()
     listed = ", ".join(architectures) or "no class listed in its config"
     hint = (
         "name a causal language model, or for a vision-language model recipe: vlm_finetune; encoders need a recipe of "
         "your own"
     )
-    if config.is_encoder_decoder and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+    if is_seq2seq:
         hint = "train a model with an encoder and a decoder with recipe: seq2seq"
     elif auto_class is AutoModelForSeq2SeqLM:
         hint = "name a model with an encoder and a decoder, such as T5 or BART; recipe: llm_finetune trains decoders"
     raise RecipeError(
         "this recipe does not support this kind of model",
         where="model",
-        value=f"a {config.model_type} model ({listed}), which {auto_class.__name__} does not support",
+        value=f"a {config.model_type} model ({listed}), which {auto_class.__name__} does not support as a whole",
         hint=hint,
     )
 
@@ -140,13 +145,6 @@ def check_layer_drop(config: PreTrainedConfig) -> None:
 def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
     """Raise :class:`RecipeError` for an encoder such as BERT, which sees the tokens that it would learn to predict."""
     setting = _setting_of_encoder(config.get_text_config())
-    if auto_class is AutoModelForCausalLM and is_whole_seq2seq(config):
-        raise RecipeError(
-            "this model has an encoder and a decoder, and this recipe trains decoders",
-            where="model",
-            value=f"a {config.model_type} model ({', '.join(config.architectures or ())})",
-            hint="train it with recipe: seq2seq, or name a causal language model",
-        )
     if auto_class is not AutoModelForCausalLM or setting is None:
         return
     name, value, causal = setting
@@ -160,15 +158,6 @@ def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
         value=f"a {config.model_type} model with {name}: {value}",
         hint=hint,
     )
-
-
-def is_whole_seq2seq(config: PreTrainedConfig) -> bool:
-    """Whether a configuration describes files with an encoder and a decoder. BART has a class for the decoder, too."""
-    if not config.is_encoder_decoder or type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        return False
-    model_class: Any = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
-    name = model_class.__name__
-    return name in (config.architectures or ())
 
 
 def sees_later_tokens(config: PreTrainedConfig) -> bool:
@@ -185,11 +174,10 @@ def _setting_of_encoder(config: PreTrainedConfig) -> tuple[str, str, str] | None
     # Some decoders have an is_decoder of False too, but no class for masked tokens. BertGeneration has none either.
     is_encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
     is_encoder = is_encoder or config.model_type == "bert-generation"
-    if is_encoder and not getattr(config, "is_decoder", True):
-        return "is_decoder", "false", "true"
-    # XLM and FlauBERT.
-    if is_encoder and not getattr(config, "causal", True):
-        return "causal", "false", "true"
+    # XLM and FlauBERT have the second one.
+    for name in ("is_decoder", "causal"):
+        if is_encoder and not getattr(config, name, True):
+            return name, "false", "true"
     # XLNet learns permutations of a sequence, with masks that a recipe does not have.
     if config.model_type == "xlnet" and config.attn_type == "bi":
         return "attn_type", "bi", "uni"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -29,6 +30,8 @@ from automodel_ckpt.models.inspect.repository import (
     require_local,
 )
 from automodel_ckpt.models.inspect.vision import image_settings, thinker_of
+
+log = logging.getLogger("automodel_ckpt")
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OLDER_ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
@@ -69,38 +72,30 @@ def load_model_config(
     name, where = from_pretrained, "model.from_pretrained"
     if name is None and isinstance(from_config, str):
         name, where = from_config, "model.from_config"
-    if name is not None:
-        return thinker_of(_read_config(name, where, changes, repository, auto_class))
-    assert not isinstance(from_config, str)
-    settings = dict(from_config or {})
-    return thinker_of(_config_from_mapping(settings, tokenizer, processor, changes))
-
-
-def _read_config(
-    name: str,
-    where: str,
-    overrides: Mapping[str, Any],
-    repository: RepositoryOptions,
-    auto_class: Any,
-) -> PreTrainedConfig:
+    if name is None:
+        assert not isinstance(from_config, str)
+        settings = dict(from_config or {})
+        return thinker_of(_config_from_mapping(settings, tokenizer, processor, changes))
     require_local(name, where)
     reject_other_weights(name, where)
     check_revision(name, repository.revision)
     config, content = _config_of(name, where, repository)
-    if overrides:
-        merged = merged_config(content, config, overrides)
+    if changes:
+        merged = merged_config(content, config, changes)
         try:
             changed = type(config).from_dict(merged)
         except (ValueError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
             raise _rejected(config.model_type, "model.config_overrides", error) from error
         changed.name_or_path = config.name_or_path
         config = changed
-    needs_code = config_needs_code(content) or model_needs_code(config, auto_class)
-    references = content.get("auto_map")
-    check_code(
-        name, where, references, repository, is_needed=needs_code, kind=content.get("model_type")
-    )
-    return config
+    if not config_needs_code(content):
+        if model_needs_code(config, auto_class):
+            check_code(name, where, content, repository)
+        elif repository.requests_code:
+            log.info(
+                "model.trust_remote_code has no effect: transformers includes this type of model"
+            )
+    return thinker_of(config)
 
 
 def _config_of(
@@ -113,9 +108,8 @@ def _config_of(
         content, _ = PreTrainedConfig.get_config_dict(path, revision=repository.revision)
         check_sizes(content, f"config.json of {name}")
         needs_code = config_needs_code(content)
-        if needs_code and not repository.runs_code:
-            kind = content.get("model_type")
-            check_code(name, where, None, repository, is_needed=True, kind=kind)
+        if needs_code:
+            check_code(name, where, content, repository)
         with importing_code(needs_code):
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 path, trust_remote_code=needs_code, revision=repository.revision

@@ -47,37 +47,28 @@ def make_base(
     if directory.exists():
         _check_is_same_base(directory, config)
         return False
+    with torch.random.fork_rng(devices=[]):
+        # fork_rng restores the CPU generator only, so the accelerators' generators must not be seeded.
+        torch.default_generator.manual_seed(seed)
+        model: Any = build_model(config, auto_class=auto_class, dtype=dtype, repository=repository)
+    partial = directory.with_name(f".{directory.name}.partial-{uuid.uuid4().hex}")
     try:
-        partial = directory.with_name(f".{directory.name}.partial-{uuid.uuid4().hex}")
         partial.mkdir(parents=True)
-        try:
-            _fill(partial, config, auto_class, dtype, seed, preprocessor, repository)
-            partial.rename(directory)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        _save(model, partial, preprocessor, repository.revision)
+        partial.rename(directory)
     except OSError as error:
         problem = os_problem(
             error, "the base model cannot be written", hint=f"set another directory in {_WHERE}"
         )
         raise RecipeError.all_of([problem]) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return True
 
 
-def _fill(
-    directory: Path,
-    config: PreTrainedConfig,
-    auto_class: Any,
-    dtype: str,
-    seed: int,
-    preprocessor: Any,
-    repository: RepositoryOptions,
-) -> None:
-    with torch.random.fork_rng(devices=[]):
-        # fork_rng restores the CPU generator only, so the accelerators' generators must not be seeded.
-        torch.default_generator.manual_seed(seed)
-        model: Any = build_model(config, auto_class=auto_class, dtype=dtype, repository=repository)
+def _save(model: Any, directory: Path, preprocessor: Any, revision: str | None) -> None:
     model.save_pretrained(directory)
-    code = code_directory(model, repository.revision)
+    code = code_directory(model, revision)
     if code is not None:
         for name, content in read_files(code, CODE_FILES).items():
             (directory / name).write_bytes(content)

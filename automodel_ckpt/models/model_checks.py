@@ -133,34 +133,16 @@ class RouterSettings:
     top_k: int
 
 
-def router_settings(model: nn.Module) -> RouterSettings | None:
-    """The settings of a transformers model with a config that asks for the loss (``output_router_logits``); else
-    None."""
-    text = _text_config(model)
-    return _stated(text) if getattr(text, "output_router_logits", False) else None
-
-
-def unused_coefficient(model: nn.Module) -> float | None:
-    """The coefficient in the config of a mixture of experts with a config that does not ask for the loss; else None."""
-    text = _text_config(model)
-    settings = _stated(text)
-    if settings is None or getattr(text, "output_router_logits", None) is not False:
-        return None
-    return settings.coefficient
-
-
-def _text_config(model: nn.Module) -> Any:
-    """The config of the language model. None when *model* has no config."""
+def router_settings(model: nn.Module, *, is_requested: bool = True) -> RouterSettings | None:
+    """The settings of a mixture of experts with a config that requests the loss (``output_router_logits``), or, if not
+    *is_requested*, does not request it. None for other models."""
     config = getattr(model, "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    return get_text_config() if get_text_config is not None else config
-
-
-def _stated(text: Any) -> RouterSettings | None:
-    """The settings in the config *text* of a language model. None when it has no coefficient, or no experts."""
+    get_text_config = getattr(config, "get_text_config", lambda: config)
+    text = get_text_config()
     coefficient = getattr(text, "router_aux_loss_coef", None)
     top_k = getattr(text, "num_experts_per_tok", None)
-    if not coefficient or not top_k:
+    requested = getattr(text, "output_router_logits", None)
+    if not coefficient or not top_k or requested is not is_requested:
         return None
     return RouterSettings(float(coefficient), int(top_k))
 

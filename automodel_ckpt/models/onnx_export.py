@@ -31,8 +31,6 @@ _WITH_LOGITS = (
     "ForTokenClassification",
 )
 _BACKBONE = "Model"
-# Protocol buffers of more than 2 GiB cannot be read; the graph itself takes some space, too.
-_MAX_EMBEDDED_BYTES = 1 << 30
 # The lengths of the example are not in the graph, but different ones keep the exporter from taking them as equal.
 _EXAMPLE = (2, 12)
 _NO_CACHE = (
@@ -78,7 +76,7 @@ def export_to_onnx(directory: Path, target: Path, dtype: str) -> str:
     The model is of the class that config.json names. Weights are cast to *dtype*, the name of a dtype of torch. Inputs
     are ``input_ids``, ``attention_mask``, and for encoders with segments ``token_type_ids``, of shape [batch,
     sequence], all int64. The output of a model with a head is ``logits``. The output of a backbone is
-    ``last_hidden_state``. Batch and sequence can have any length. Weights of a gigabyte or more are in ``TARGET.data``.
+    ``last_hidden_state``. Batch and sequence can have any length. Weights of 1.5 GiB or more are in ``TARGET.data``.
     Memory: about three times the weights.
 
     Returns:
@@ -100,7 +98,6 @@ def export_to_onnx(directory: Path, target: Path, dtype: str) -> str:
     if _SEGMENTS in inputs:
         examples[-1] = torch.zeros_like(ids)
     dimensions = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
-    nbytes = sum(each.numel() * each.element_size() for each in model.parameters())
     quiet = logging.getLogger("torch.onnx")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
@@ -123,7 +120,7 @@ def export_to_onnx(directory: Path, target: Path, dtype: str) -> str:
         raise _unusable(what, directory, value) from error
     finally:
         quiet.setLevel(level)
-    program.save(target, external_data=nbytes >= _MAX_EMBEDDED_BYTES)
+    program.save(target)
     if output == _HIDDEN:
         return _NO_POOLING
     return _NO_CACHE if type(model).__name__.endswith(_GENERATORS) else ""

@@ -35,10 +35,6 @@ class Decoder:
     """Modules with parameters that are called after the layers: the output layer last."""
 
 
-class _Unsupported(Exception):
-    """The reason why a model cannot be divided into stages."""
-
-
 def layers_of(num_layers: int, stage: int, num_stages: int) -> range:
     """The layers of a stage. Each stage gets the same number of layers; the first stages get one of the remainder."""
     each, more = divmod(num_layers, num_stages)
@@ -52,16 +48,7 @@ def check_stages(model: nn.Module, num_stages: int) -> None:
     Raises :class:`RecipeError`.
     """
     base = model_without_adapters(model)
-    try:
-        decoder = find_decoder(base)
-    except _Unsupported as error:
-        raise RecipeError(
-            "this model cannot be divided into pipeline stages",
-            where=_WHERE,
-            value=f"{num_stages} stages; {type(base).__name__}: {error}",
-            hint="remove pp_size: fsdp2 shards any model",
-        ) from error
-    num_layers = len(list_of_layers(base, decoder))
+    num_layers = len(list_of_layers(base, find_decoder(base)))
     if num_layers < num_stages:
         raise RecipeError(
             "there are more pipeline stages than layers",
@@ -74,7 +61,7 @@ def check_stages(model: nn.Module, num_stages: int) -> None:
 def find_decoder(base: Any) -> Decoder:
     """Find the decoder layers of a transformers model, and the modules that are called before and after them.
 
-    The model must have passed :func:`check_stages`, which reports what is not supported.
+    Raises :class:`RecipeError` if the model cannot be divided.
     """
     modules = dict(base.named_modules())
     head = base.get_output_embeddings()
@@ -84,14 +71,14 @@ def find_decoder(base: Any) -> Decoder:
     parts = [name for name in plan if name not in names]
     layers = [name for name in parts if isinstance(modules.get(name), nn.ModuleList)]
     if len(layers) != 1 or not names or not all(name in modules for name in parts):
-        raise _Unsupported("transformers has no plan for its stages")
+        raise _unsupported(base, "transformers has no plan for its stages")
     text = base.config.get_text_config()
     for key in _SHARED_BETWEEN_LAYERS:
         if getattr(text, key, None):
-            raise _Unsupported(f"its layers share values ({key})")
+            raise _unsupported(base, f"its layers share values ({key})")
     for name, _ in base.named_parameters():
         if not name.startswith(tuple(f"{part}." for part in (*parts, *names))):
-            raise _Unsupported(f"it has parameters elsewhere ({name})")
+            raise _unsupported(base, f"it has parameters elsewhere ({name})")
     start = parts.index(layers[0])
     after = _with_parameters(base, parts[start + 1 :])
     return Decoder(layers[0], _with_parameters(base, parts[:start]), (*after, names[0]))
@@ -99,6 +86,15 @@ def find_decoder(base: Any) -> Decoder:
 
 _SHARED_BETWEEN_LAYERS = ("num_kv_shared_layers", "hidden_size_per_layer_input", "indexer_types")
 """Settings with which layers get more than the hidden states of the layer before."""
+
+
+def _unsupported(base: nn.Module, reason: str) -> RecipeError:
+    return RecipeError(
+        "this model cannot be divided into pipeline stages",
+        where=_WHERE,
+        value=f"{type(base).__name__}: {reason}",
+        hint="remove pp_size: fsdp2 shards any model",
+    )
 
 
 def _with_parameters(base: nn.Module, names: list[str]) -> tuple[str, ...]:

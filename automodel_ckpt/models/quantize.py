@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-import logging
-from collections import Counter
 from typing import Any, Literal
 
 import torch
@@ -14,11 +12,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
-from automodel_ckpt.base.units import counted
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.float32_parts import float32_names
-
-log = logging.getLogger("automodel_ckpt")
 
 _READ_AS_FLOATS = ("fp8", "mxfp4")
 """Formats that transformers dequantizes while it reads, to the type that it is asked for."""
@@ -56,15 +51,10 @@ def quantized_loading(
             load_in_4bit=True,
             bnb_4bit_quant_type=kind,
             bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=type_of_products(dtype),
+            # In float32, each product would take several times as long, and be no more exact than 4 bits are.
+            bnb_4bit_compute_dtype=torch.float16 if dtype == "float16" else torch.bfloat16,
         )
     return {"quantization_config": config, "device_map": {"": device}}
-
-
-def type_of_products(dtype: str) -> torch.dtype:
-    """The type in which a base in 4 bits is multiplied, for a ``model.dtype`` of *dtype*."""
-    # In float32, each product would take several times as long, and be no more exact than 4 bits are.
-    return torch.float16 if dtype == "float16" else torch.bfloat16
 
 
 def dequantized(config: PreTrainedConfig) -> dict[str, Any]:
@@ -95,34 +85,22 @@ def cast_to(model: nn.Module, dtype: torch.dtype) -> None:
     transformers leaves parameters of quantized files in the type of the files. What a model keeps in float32 stays.
     """
     kept = float32_names(model, dtype)
-    found: Counter[torch.dtype] = Counter()
     for name, parameter in model.named_parameters():
         stays = parameter.dtype == torch.float32 and name in kept
         if parameter.dtype in _ORDINARY and parameter.dtype != dtype and not stays:
-            found[parameter.dtype] += 1
             # The parameter stays the same object, so that ties are kept.
             parameter.data = parameter.data.to(dtype)
-    for other, number in found.items():
-        log.info(
-            "casting %s from %s to %s (model.dtype)",
-            counted(number, "parameter"),
-            _name(other),
-            _name(dtype),
-        )
 
 
 def check_not_quantized(model: nn.Module) -> None:
     """Raise :class:`RecipeError` if the weights of *model* stay quantized: they cannot be trained in full."""
     if not getattr(model, "is_quantized", False):
         return
-    settings = getattr(getattr(model, "config", None), "quantization_config", None)
-    method = getattr(settings, "quant_method", None) or (settings or {}).get(
-        "quant_method", "unknown"
-    )
+    config: Any = model.config
     raise RecipeError(
         "the base's weights stay quantized and cannot be cast to model.dtype",
         where="model.from_pretrained",
-        value=f"quantization_config with quant_method {getattr(method, 'value', method)}",
+        value=f"quantization_config: {config.quantization_config}",
         hint="use a base that is not quantized, or train adapters on it (add a peft section)",
     )
 
@@ -144,7 +122,3 @@ def freeze_quantized(model: nn.Module) -> None:
 def type_beside_quantized(dtype: torch.dtype) -> torch.dtype:
     """The type that :func:`freeze_quantized` gives frozen weights of *dtype* that are not quantized."""
     return torch.float32 if dtype == torch.float16 else dtype
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -37,24 +37,6 @@ _exchanging: set[str] = set()
 """Names of the attention implementations that :func:`_make_exchanging` has replaced."""
 
 
-def check_context_heads(config: Any, cp_size: int, tp_size: int = 1) -> None:
-    """Validate that the attention heads of a transformers configuration can be partitioned evenly.
-
-    Heads of keys and values are repeated if there are too few. Raises :class:`RecipeError`.
-    """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(text, "num_attention_heads", None)
-    if cp_size == 1 or not isinstance(heads, int) or heads % (cp_size * tp_size) == 0:
-        return
-    with_tp = f", tp_size is {tp_size}" if tp_size > 1 else ""
-    raise RecipeError(
-        "the number of attention heads is not divisible by cp_size",
-        where=_WHERE,
-        value=f"{cp_size}; the model has num_attention_heads {heads}{with_tp}",
-        hint=f"set it so that cp_size x tp_size divides {heads}, or remove it",
-    )
-
-
 def check_context_parallel(model: nn.Module) -> None:
     """Validate that the model's layers mix tokens only in attention, as far as its class and configuration show.
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh import RankLayout, mesh_of
+from automodel_ckpt.parallel.mesh import RankLayout
 
 _WHERE = "distributed.ep_size"
 
@@ -62,16 +62,6 @@ def check_experts(model: nn.Module, layout: RankLayout) -> None:
             hint=f"start a number of ranks, or set dp_replicate_size, so that the ranks that shard the model divide "
             f"{num_experts}; or remove ep_size",
         )
-
-
-def expert_mesh(layout: RankLayout) -> DeviceMesh:
-    """Create a mesh of all ranks with the dimensions ``dp_replicate``, ``expert_shard`` and ``ep``.
-
-    ``dp_replicate`` exists only above size 1, as in :func:`~automodel_ckpt.parallel.mesh.build_mesh`, and ``pp`` is
-    the first dimension if the model has pipeline stages. Collective: every rank calls it once.
-    """
-    sizes = layout.sizes
-    return mesh_of(layout, {"expert_shard": sizes.expert_parts // sizes.ep, "ep": sizes.ep})
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,58 +16,45 @@ def clip_gradients(
     parameters: Iterable[nn.Parameter],
     limit: float | None,
     *,
-    in_step: Callable[[float], None] | None = None,
+    on_device: bool = False,
+    in_step: Callable[[Any], None] | None = None,
     in_stages: bool = False,
     counted_elsewhere: frozenset[int] = frozenset(),
-) -> float:
+) -> Any:
     """Compute the 2-norm of all gradients together, and scale them down to *limit* if the norm is larger. Collective.
 
-    If *in_step* is given and the gradients are on the CPU, they are not scaled here: *in_step* is called with the
-    number by which the optimizer's step must divide them.
+    Returns the norm as a number. If *in_step* is given and the gradients are on the CPU, they are not scaled here:
+    *in_step* is called with the number by which the optimizer's step must divide them.
+
+    With *on_device*, it does not wait for the norm, and returns a 0-dim float64 tensor. If *in_step* is given, it is
+    called in every step with a tensor: 1 where the norm is not larger than *limit*. Otherwise, the gradients are
+    multiplied in every step.
 
     Plain gradients count as equal on all ranks. If all are plain and *in_stages* is true, they count as different on
     each rank, except for parameters with ids in *counted_elsewhere*. Parameters may belong to several modules on
     several meshes, which no single operation of torch accepts.
     """
-    local, total = _norm(list(parameters), in_stages, counted_elsewhere)
-    norm = float(total)
-    # NaN compares false and infinity does not: the training loop drops the gradients of any norm
-    # that is not finite.
-    if limit is not None and norm > limit:
-        if in_step is not None and local[0].is_cpu:
+    local, total = _norm(list(parameters), in_stages, counted_elsewhere, on_device=on_device)
+    if on_device:
+        device = local[0].device if local else None
+        norm = torch.as_tensor(total, dtype=torch.float64, device=device)
+        if limit is not None and local:
             # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that results equal torch's.
-            in_step((norm + 1e-6) / limit)
-        else:
-            torch._foreach_mul_(local, limit / (norm + 1e-6))
-    return norm
-
-
-def clip_gradients_on_device(
-    parameters: Iterable[nn.Parameter],
-    limit: float | None,
-    *,
-    in_step: Callable[[Tensor], None] | None = None,
-    in_stages: bool = False,
-    counted_elsewhere: frozenset[int] = frozenset(),
-) -> Tensor:
-    """Do what :func:`clip_gradients` does without waiting for the norm. Returns it as a 0-dim float64 tensor.
-
-    If *in_step* is given, it is called in every step with a tensor by which the optimizer's step must divide the
-    gradients: 1 where the norm is not larger than *limit*. Otherwise, the gradients are multiplied in every step.
-    """
-    local, total = _norm(list(parameters), in_stages, counted_elsewhere, on_device=True)
-    device = local[0].device if local else None
-    norm = torch.as_tensor(total, dtype=torch.float64, device=device)
-    if limit is None or not local:
+            if in_step is not None:
+                in_step(torch.where(norm > limit, (norm + 1e-6) / limit, 1.0))
+            else:
+                # float32 as the arithmetic of the kernel; torch converts it to the type of each gradient.
+                factor = torch.where(norm > limit, limit / (norm + 1e-6), 1.0).float()
+                torch._foreach_mul_(local, factor)
         return norm
-    is_larger = norm > limit
-    if in_step is not None:
-        in_step(torch.where(is_larger, (norm + 1e-6) / limit, 1.0))
-    else:
-        # float32 as the arithmetic of the kernel; torch converts it to the type of each gradient.
-        factor = torch.where(is_larger, limit / (norm + 1e-6), 1.0).float()
-        torch._foreach_mul_(local, factor)
-    return norm
+    number = float(total)
+    # NaN compares false and infinity does not: the training loop drops the gradients of any norm that is not finite.
+    if limit is not None and number > limit:
+        if in_step is not None and local[0].is_cpu:
+            in_step((number + 1e-6) / limit)
+        else:
+            torch._foreach_mul_(local, limit / (number + 1e-6))
+    return number
 
 
 def complete_gradient(parameter: nn.Parameter) -> None:

@@ -111,7 +111,7 @@ def init_distributed(
     device = _device(backend, local_rank)
     backend = backend or (CUDA_BACKEND if device.type == "cuda" else CPU_BACKEND)
     timeout = timedelta(minutes=timeout_minutes)
-    _check_known(backend)
+    _check_backend(backend)
     _init_process_group(backend, rank, world_size, timeout)
     # A dedicated group: a collective of a save must never be matched with one of the training step.
     group = dist.new_group(backend=CPU_BACKEND, timeout=timeout)
@@ -141,11 +141,10 @@ def mesh_of(layout: RankLayout, dimensions: Mapping[str, int]) -> DeviceMesh:
     return init_device_mesh(layout.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions of :func:`build_mesh` that fsdp2 uses: shards, or replicas of shards."""
+def shards_of(mesh: DeviceMesh, dimension: str = "dp_shard") -> DeviceMesh:
+    """The dimensions of :func:`mesh_of` that fsdp2 uses: shards along *dimension*, or replicas of shards."""
     present = mesh.mesh_dim_names or ()
-    names = [name for name in ("dp_replicate", "dp_shard") if name in present]
-    return mesh[tuple(names)]
+    return mesh[tuple(name for name in ("dp_replicate", dimension) if name in present)]
 
 
 def context_group(layout: RankLayout) -> dist.ProcessGroup:
@@ -168,24 +167,17 @@ def close_distributed() -> None:
         dist.destroy_process_group()
 
 
-def _check_known(backend: str) -> None:
-    known = dist.Backend.backend_list
-    names = [part.rpartition(":")[2] for part in backend.split(",")]
-    if not set(names) <= set(known):
-        raise RecipeError(
-            "unknown torch.distributed backend",
-            where="distributed.backend",
-            value=backend,
-            hint="remove distributed.backend, or set it to gloo, nccl or cpu:gloo,cuda:nccl",
-        )
-    for name in names:
+def _check_backend(backend: str) -> None:
+    for part in backend.split(","):
+        name = part.rpartition(":")[2]
         lacks_device = name == dist.Backend.NCCL and not torch.cuda.is_available()
-        if lacks_device or not dist.is_backend_available(name):
+        is_known = name in dist.Backend.backend_list
+        if lacks_device or not is_known or not dist.is_backend_available(name):
             raise RecipeError(
-                f"the backend {name} is unavailable: this node has no device for it, or torch is built without it",
+                "unknown torch.distributed backend, or one that this node has no device for",
                 where="distributed.backend",
                 value=backend,
-                hint="remove distributed.backend: the default matches the node",
+                hint="remove distributed.backend, or set it to gloo, nccl or cpu:gloo,cuda:nccl",
             )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.errors import RecipeError
 
 Strategy = Literal["fsdp2", "ddp", "single"]
 _WHERE = "distributed"
@@ -84,15 +84,15 @@ def share_out(
     ranks_per_part = tp_size * pp_size * cp_size
     dp = dp_size or world_size // ranks_per_part
     if dp * ranks_per_part != world_size:
-        given = [f"tp_size {tp_size}", f"pp_size {pp_size}", f"cp_size {cp_size}"]
+        hint = f"start a multiple of {ranks_per_part} ranks"
         if dp_size is not None:
-            given.insert(0, f"dp_size {dp_size}")
+            hint = f"start {dp_size * ranks_per_part} ranks, or remove dp_size to derive it"
         raise RecipeError(
             "the product of the parallel sizes is not the number of ranks",
             where=_WHERE,
-            value=f"{' x '.join(given)}, {counted(world_size, 'rank')}",
-            hint=f"start {'a multiple of ' if dp_size is None else ''}{(dp_size or 1) * ranks_per_part} ranks"
-            + (", or remove dp_size to derive it" if dp_size is not None else ""),
+            value=f"dp_size {dp_size or 'null'} x tp_size {tp_size} x pp_size {pp_size} x cp_size {cp_size}, "
+            f"{counted(world_size, 'rank')}",
+            hint=hint,
         )
     if dp % dp_replicate_size:
         raise RecipeError(
@@ -116,14 +116,24 @@ def share_out(
 def choose_strategy(strategy: str, sizes: Sizes) -> Strategy:
     """Choose how data and context parallel ranks store the model; ``auto`` shards it (fsdp2) over more than one rank.
 
-    Raises :class:`RecipeError` with everything that the strategy does not support on this mesh.
+    Raises :class:`RecipeError` if the strategy does not support this mesh.
     """
     if strategy == "auto":
         # Ranks of tp and pp hold different parameters anyway: only the others would store the same
         # ones.
         return "single" if sizes.token_parts == 1 else "fsdp2"
-    if problems := _problems(strategy, sizes):
-        raise RecipeError.all_of(problems)
+    what = ""
+    if strategy == "single" and sizes.token_parts > 1:
+        what = "strategy single supports only one data parallel rank"
+    elif strategy == "ddp" and max(sizes.dp_replicate, sizes.tp, sizes.pp) > 1:
+        what = "ddp has replicas of the complete model on all ranks: no shards, tensor parallel layers or stages"
+    if what:
+        raise RecipeError(
+            what,
+            where=f"{_WHERE}.strategy",
+            value=f"{strategy}, with {sizes}",
+            hint="set it to auto or fsdp2, or remove dp_replicate_size, tp_size and pp_size; or start one process",
+        )
     return strategy  # type: ignore[return-value]  # the schema knows no others
 
 
@@ -140,22 +150,3 @@ def require_replicas(strategy: Strategy, sizes: Sizes, where: str) -> None:
             value=f"mesh: {sizes}",
             hint="use distributed.strategy ddp or dp_replicate_size above 1, or remove verify_replicas",
         )
-
-
-def _problems(strategy: str, sizes: Sizes) -> list[Problem]:
-    where, found = f"{_WHERE}.strategy", f"{strategy}, with {sizes}"
-    if strategy == "single" and sizes.token_parts > 1:
-        what = "strategy single supports only one data parallel rank"
-        return [Problem(what, where, found, "set it to auto, fsdp2 or ddp, or start one process")]
-    if strategy != "ddp":
-        return []
-    unsupported = {
-        "dp_replicate_size": "ddp does not shard, so that it replicates over all ranks",
-        "tp_size": "ddp cannot wrap a tensor parallel model",
-        "pp_size": "ddp supports one forward pass per backward pass, but a pipeline runs several",
-    }
-    return [
-        Problem(what, where, found, f"use fsdp2, or remove {key}")
-        for key, what in unsupported.items()
-        if getattr(sizes, key.removesuffix("_size")) > 1
-    ]

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh import RankLayout, build_mesh, data_mesh
+from automodel_ckpt.parallel.mesh import RankLayout, build_mesh, mesh_of, shards_of
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.model_layers import separate_ends, untied_layers
 from automodel_ckpt.parallel.unused_gradients import may_vary
@@ -62,19 +62,12 @@ class Parallelism:
 def check_parallelism(how: Parallelism, layout: RankLayout) -> None:
     """Validate the settings for these ranks and this node before anything is loaded. Raises :class:`RecipeError`."""
     strategy = choose_strategy(how.strategy, layout.sizes)
-    if how.cpu_offload and strategy != "fsdp2":
+    if how.cpu_offload and (strategy != "fsdp2" or layout.device.type != "cuda"):
         raise RecipeError(
-            "only fsdp2 supports CPU offload",
+            "CPU offload needs fsdp2, and the memory of a GPU to offload from",
             where="distributed.cpu_offload",
-            value=f"strategy {strategy}",
-            hint="set distributed.strategy to fsdp2, or remove cpu_offload",
-        )
-    if how.cpu_offload and layout.device.type != "cuda":
-        raise RecipeError(
-            "there is no GPU memory to offload from: FSDP2's CPUOffloadPolicy needs an accelerator",
-            where="distributed.cpu_offload",
-            value=f"device {layout.device}",
-            hint="remove cpu_offload when training on the CPU",
+            value=f"strategy {strategy}, device {layout.device}",
+            hint="set distributed.strategy to fsdp2 and train on GPUs, or remove cpu_offload",
         )
 
 
@@ -116,16 +109,19 @@ def parallelize(
         }
         if layout.sizes.ep > 1:
             _shard_experts(model, layout, options, how)
-        _shard(model, data_mesh(mesh), options, how)
+        _shard(model, shards_of(mesh), options, how)
     device = torch.device("cpu") if how.cpu_offload else layout.device
     if materialise is not None:
         materialise(model, device)
     model = model.to(device)
     if strategy == "fsdp2" and how.compute_dtype is not None:
-        _cast_buffers(model, how.constants, how.compute_dtype)
+        constants, dtype = how.constants, how.compute_dtype
+        _convert_buffers(
+            model, lambda name, buffer: buffer.to(dtype) if name in constants else buffer
+        )
     if how.cpu_offload:
         # fsdp2 moves only parameters between the devices.
-        _move_buffers(model, layout.device)
+        _convert_buffers(model, lambda name, buffer: buffer.to(layout.device))
     # DDP only reduces gradients, and raises for a model without any (a frozen reference model).
     return _replicate(model, layout) if strategy == "ddp" and _is_trained(model) else model
 
@@ -148,18 +144,14 @@ def _replicate(model: nn.Module, layout: RankLayout) -> nn.Module:
     )
 
 
-def _cast_buffers(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> None:
+def _convert_buffers(
+    model: nn.Module, convert: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace the buffers of *model* by what *convert* returns for their names and values."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if (f"{prefix}.{name}" if prefix else name) in names:
-                module._buffers[name] = buffer.to(dtype)
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            # Module.to would move the parameters as well.
-            module._buffers[name] = buffer.to(device)
+            # Module.to would change the parameters as well.
+            module._buffers[name] = convert(f"{prefix}.{name}" if prefix else name, buffer)
 
 
 def _not_sharded(model: nn.Module, how: Parallelism, *, is_one_rank: bool) -> set[nn.Parameter]:
@@ -192,18 +184,16 @@ def _shard_experts(
     model: nn.Module, layout: RankLayout, options: dict[str, Any], how: Parallelism
 ) -> None:
     """Divide each layer's experts among the ranks, and shard a rank's experts over the ranks that have the same."""
-    from automodel_ckpt.parallel.expert_parallel import divide_experts, expert_mesh
+    from automodel_ckpt.parallel.expert_parallel import divide_experts
 
-    mesh = expert_mesh(layout)
-    names = ["expert_shard"]
-    if layout.sizes.dp_replicate > 1:
-        names.insert(0, "dp_replicate")
+    sizes = layout.sizes
+    mesh = mesh_of(layout, {"expert_shard": sizes.expert_parts // sizes.ep, "ep": sizes.ep})
     # They get the weights of the router in its type.
     of_layers = _layer_options(model, options)
     for module in divide_experts(model, mesh["ep"]):
         fully_shard(
             module,
-            mesh=mesh[tuple(names)],
+            mesh=shards_of(mesh, "expert_shard"),
             reshard_after_forward=how.reshard_after_forward,
             **of_layers,
         )

@@ -8,7 +8,6 @@ it computes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,22 +31,6 @@ Compute = Callable[[int, Tensor | None], Tensor]
 first stage) -> hidden states [B, T, H] for the next stage; on the last stage, the summed loss, 0-dim."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageTensorSpec:
-    """The width H and the dtype of the hidden states that stages exchange."""
-
-    width: int
-    dtype: torch.dtype
-
-
-def idle_share(num_micro_batches: int, num_ranks: int) -> float:
-    """The fraction of a step, 0 to 1, in which a rank waits for others if all stages are equally slow.
-
-    Source: Huang et al., "GPipe", arXiv:1811.06965, section 3.2. 1F1B has the same fraction.
-    """
-    return (num_ranks - 1) / (num_micro_batches + num_ranks - 1)
-
-
 class Pipeline:
     """This rank's stage of a pipeline. Its ranks have the same micro-batches. All methods are collective."""
 
@@ -57,20 +40,21 @@ class Pipeline:
         number: int,
         num_stages: int,
         group: dist.ProcessGroup,
-        spec: StageTensorSpec,
+        hidden_states: Tensor,
         device: torch.device,
         kind: Kind = "1f1b",
     ) -> None:
         """*model* is the stage *number* (from 0) of *num_stages*, and is already sharded.
 
-        *group* contains the ranks of this pipeline, ordered by their stage.
+        *group* contains the ranks of this pipeline, ordered by their stage. *hidden_states* is an empty meta tensor
+        [0, H] with the width and the dtype of those that stages exchange.
         """
         self._number, self._num_stages = number, num_stages
         self._losses: list[Tensor] = []
-        self._part = _Part(model, spec)
+        self._part = _Part(model, hidden_states.dtype)
         self._group = group
         self._device = device
-        self._spec = spec
+        self._hidden_states = hidden_states
         self._kind = kind
         self._schedules: dict[tuple[bool, int], Any] = {}
         self._weight = 1.0
@@ -140,13 +124,8 @@ class Pipeline:
 
     def _new_stage(self) -> PipelineStage:
         is_first, is_last = self._number == 0, self._number == self._num_stages - 1
-        hidden = torch.empty(
-            self._part.capacity,
-            self._spec.width,
-            dtype=self._spec.dtype,
-            device="meta",
-            requires_grad=True,
-        )
+        shape = (self._part.capacity, self._hidden_states.shape[1])
+        hidden = self._hidden_states.new_empty(shape, requires_grad=True)
         given = torch.empty(1, dtype=torch.int64, device="meta") if is_first else hidden
         result = torch.empty((), device="meta", requires_grad=True) if is_last else hidden
         # Shapes are given, because torch 2.13 otherwise infers them by running the first
@@ -169,9 +148,9 @@ class Pipeline:
 class _Part(nn.Module):
     """This rank's stage as torch's schedules call it. *capacity* is the number of tokens in exchanged tensors."""
 
-    def __init__(self, model: nn.Module, spec: StageTensorSpec) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model, self.spec, self.capacity = model, spec, 0
+        self.model, self.dtype, self.capacity = model, dtype, 0
         self.work: tuple[Compute, Sequence[tuple[int, int]]] | None = None
 
     def forward(self, given: Tensor, *, numbers: Tensor) -> Tensor:
@@ -192,7 +171,7 @@ class _Part(nn.Module):
 
     def _padded(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, H] as [capacity, H] in the dtype of the exchange."""
-        flat = hidden.flatten(0, 1).to(self.spec.dtype)
+        flat = hidden.flatten(0, 1).to(self.dtype)
         if flat.shape[0] < self.capacity:
             flat = F.pad(flat, (0, 0, 0, self.capacity - flat.shape[0]))
         # The next stage always sends a gradient back, also if nothing up to here is trained.

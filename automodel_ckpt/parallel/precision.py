@@ -131,40 +131,20 @@ def with_parameter_type(
     device_type: str,
     is_trained: bool,
 ) -> RecipeConfig:
-    """Return *config* with a ``model.dtype`` for a device of *device_type*. *model_config* belongs to the files."""
-    if isinstance(config.model, Target):
-        return config
-    dtype = parameter_type(
-        config.model,
-        model_config,
-        device_type=device_type,
-        is_frozen=config.peft is not None or not is_trained,
-    )
-    return replace(config, model=replace(config.model, dtype=dtype))
+    """Return *config* with a ``model.dtype`` for a device of *device_type*. *model_config* belongs to the files.
 
-
-def parameter_type(
-    section: ModelConfig,
-    config: PreTrainedConfig | None,
-    *,
-    device_type: str,
-    is_frozen: bool,
-) -> ParameterType:
-    """The data type of the model's parameters, as the name of a torch dtype or ``auto``.
-
-    Args:
-        section: The recipe's section. Its ``dtype`` is used if it is given.
-        config: The configuration of the model's files.
-        device_type: The type of the device that the model is on.
-        is_frozen: Whether none of these parameters is trained (the base of adapters, a reference model). Those that
-            are trained need float32, because small updates would be lost in 16 bits.
+    Parameters that are trained need float32, because small updates would be lost in 16 bits. The base of adapters and
+    a reference model are frozen.
     """
-    if section.dtype is not None:
-        return section.dtype
-    if not is_frozen or device_type != "cuda":
-        return "float32"
-    # bfloat16 has fewer bits of mantissa, so a base in float16 stays what it is.
-    return "float16" if getattr(config, "dtype", None) == torch.float16 else "bfloat16"
+    section = config.model
+    if isinstance(section, Target) or section.dtype is not None:
+        return config
+    dtype: ParameterType = "float32"
+    if device_type == "cuda" and (config.peft is not None or not is_trained):
+        # bfloat16 has fewer bits of mantissa, so a base in float16 stays what it is.
+        is_half = getattr(model_config, "dtype", None) == torch.float16
+        dtype = "float16" if is_half else "bfloat16"
+    return replace(config, model=replace(section, dtype=dtype))
 
 
 def float32_precision(config: RecipeConfig, device_type: str) -> Float32Precision:
@@ -205,13 +185,14 @@ def describe_precision(
         counter = trained if parameter.requires_grad else frozen
         counter[name_of(parameter.dtype)] += parameter.numel()
     parts: list[str] = []
-    if trained and frozen:
-        parts.append(f"trained weights and their optimizer state {_listed(trained)}")
-        parts.append(f"frozen weights {_listed(frozen)}")
-    elif trained:
-        parts.append(f"weights and optimizer state {_listed(trained)}")
-    else:
-        parts.append(f"weights {_listed(frozen)}")
+    for what, counts in (
+        ("trained weights and their optimizer state", trained),
+        ("frozen weights", frozen),
+    ):
+        if counts:
+            # From the type with most elements.
+            types = [name for name, _ in counts.most_common()]
+            parts.append(f"{what} {' and '.join(types)}")
     if compute_type is not None:
         means = "FSDP2" if strategy == "fsdp2" else "autocast"
         text = f"computed in {name_of(compute_type)} ({means})"
@@ -231,8 +212,3 @@ def describe_precision(
 def name_of(dtype: torch.dtype) -> str:
     """The name of a dtype without its module, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
-
-
-def _listed(counts: Counter[str]) -> str:
-    """The names of data types, from the one with most elements."""
-    return " and ".join(name for name, _ in counts.most_common())

@@ -85,25 +85,14 @@ class _Shown:
         )
         self._is_shown = False
         places = parameter._module_info
-        self._places = [
-            (places.module, places.param_name),
-            *zip(places.shared_modules, places.shared_param_names, strict=True),
-        ]
-        usual: Any = nn.Module.__setattr__
-        self.owners = {module for module, _ in self._places}
-        self._are_plain = all(type(module).__setattr__ is usual for module, _ in self._places)
+        self.owners = {places.module, *places.shared_modules}
         # fsdp2 calls it when it gathers the parameter, and when it frees what it has gathered.
         parameter._setattr_on_modules = self._set_unless_shown
 
     def _set_unless_shown(self, value: nn.Parameter) -> None:
         if self._is_shown and value is self._parameter.sharded_param:
             value = self._stand_in
-        if not self._are_plain:
-            self._set(value)
-            return
-        # A tenth of the time of setattr.
-        for module, name in self._places:
-            module._parameters[name] = value
+        self._set(value)
 
     def show(self, is_shown: bool) -> None:
         self._is_shown = is_shown

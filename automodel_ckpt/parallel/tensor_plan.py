@@ -129,24 +129,27 @@ def check_plan_support(error: Exception, tp_size: int) -> None:
     ) from error
 
 
-def check_heads(config: Any, tp_size: int) -> None:
-    """Validate that tp_size divides the numbers of heads in a configuration of transformers.
+def check_heads(config: Any, tp_size: int, cp_size: int = 1) -> None:
+    """Validate that the numbers of heads in a configuration of transformers can be divided evenly among the ranks.
 
-    Raises :class:`RecipeError` otherwise.
+    Raises :class:`RecipeError` otherwise. Context parallelism repeats heads of keys and values if there are too few.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads: dict[str, int] = {}
-    for name in ("num_attention_heads", "num_key_value_heads"):
+    uneven: list[str] = []
+    for name, parts in (
+        ("num_attention_heads", tp_size * cp_size),
+        ("num_key_value_heads", tp_size),
+    ):
         count = getattr(text, name, None)
-        if isinstance(count, int) and count > 0:
-            heads[name] = count
-    uneven = [f"{name} {count}" for name, count in heads.items() if count % tp_size]
+        if isinstance(count, int) and count % parts:
+            uneven.append(f"{name} {count}")
     if uneven:
         raise RecipeError(
-            "the number of attention heads is not divisible by tp_size",
-            where=_WHERE,
-            value=f"{tp_size}; the model has {', '.join(uneven)}",
-            hint="set it to a common divisor of these numbers, or remove it (fsdp2 shards any model)",
+            "the number of attention heads is not divisible by the ranks that divide them",
+            where="distributed",
+            value=f"tp_size {tp_size}, cp_size {cp_size}; the model has {', '.join(uneven)}",
+            hint="set tp_size to a common divisor of the numbers of heads, and cp_size so that cp_size x tp_size "
+            "divides num_attention_heads; or remove both (fsdp2 shards any model)",
         )
 
 

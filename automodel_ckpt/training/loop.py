@@ -23,7 +23,7 @@ from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import Stopped
 from automodel_ckpt.optim.build import skip_step_if, skips_by_flag
 from automodel_ckpt.optim.lr import current_rate
-from automodel_ckpt.parallel.gradient_norm import clip_gradients, clip_gradients_on_device
+from automodel_ckpt.parallel.gradient_norm import clip_gradients
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.training.counters.step_scheduler import Due, StepScheduler, planned_end
@@ -393,9 +393,10 @@ class TrainingLoop:
         """
         on_device = self.runs_ahead and skips_by_flag(self.optimizer)
         stage = self.trainable.stage
-        norm: Number = (clip_gradients_on_device if on_device else clip_gradients)(
+        norm: Number = clip_gradients(
             [p for group in self.optimizer.param_groups for p in group["params"]],
             self.config.clip_grad_norm,
+            on_device=on_device,
             in_step=getattr(self.optimizer, "divide_in_step", None),
             in_stages=self.layout.in_stages,
             counted_elsewhere=stage.counted_elsewhere if stage is not None else frozenset(),

@@ -57,7 +57,7 @@ from automodel_ckpt.models.layers.adapter import add_adapters
 from automodel_ckpt.models.layers.fake_quantization import FakeQuantization
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes, choose_strategy
-from automodel_ckpt.parallel.pipeline import Pipeline, StageTensorSpec
+from automodel_ckpt.parallel.pipeline import Pipeline
 from automodel_ckpt.parallel.precision import float32_precision
 from automodel_ckpt.recipes.distill import Distill, weights_of
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
@@ -637,7 +637,7 @@ def pipelined(it: Subject) -> Any:
             0,
             2,
             dist.group.WORLD,
-            StageTensorSpec(2, torch.float32),
+            torch.empty(0, 2, device="meta"),
             torch.device("cpu"),
             section.pp_schedule,
         )

@@ -74,7 +74,7 @@ def accepts_use_cache(model: nn.Module) -> bool:
     return config.get_text_config() is not config and hasattr(config.get_text_config(), "use_cache")
 
 
-def last_layer_output(output: Any) -> Tensor:
+def logits_of(output: Any) -> Tensor:
     """What a model's last layer returned: logits; hidden states of a pipeline stage; the loss of a loss head.
 
     transformers' models return it in a field that is named ``logits``, whatever it is; other models return it alone.
@@ -85,11 +85,6 @@ def last_layer_output(output: Any) -> Tensor:
     else:
         last = getattr(output, "logits", output)
     return last
-
-
-def logits_of(output: Any) -> Tensor:
-    """The logits in what a model returned. Its last layer is its output layer."""
-    return last_layer_output(output)
 
 
 def class_and_message(error: Exception) -> str:

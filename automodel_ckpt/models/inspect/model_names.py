@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import CONFIG_MAPPING
 
@@ -21,19 +21,12 @@ _MAX_LAYERS = 4096
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
-class ListedDifferences(NamedTuple):
-    """The differences between stored names and the names of a model of the class *model*.
-
-    *unknown* are stored, and no tensor of the model has them. *missing* are tensors of the model that are not stored.
-    *shapes* are the shapes of the model's parameters, by the stored name, without tensors that transformers computes
-    from others. *vocab_size* is the size of the vocabulary.
-    """
-
-    model: str
-    unknown: tuple[str, ...]
-    missing: tuple[str, ...]
-    shapes: Mapping[str, tuple[int, ...]]
-    vocab_size: int | None
+ListedDifferences = tuple[
+    str, tuple[str, ...], tuple[str, ...], Mapping[str, tuple[int, ...]], int | None
+]
+"""The name of the model's class, the stored names that no tensor of the model has, the tensors of the model that are
+not stored, the shapes of the model's parameters by the stored name (without tensors that transformers computes from
+others), and the size of the vocabulary."""
 
 
 def list_differences(
@@ -82,7 +75,7 @@ def list_differences(
     ignored = set(ignored_by(model, unknown))
     missing = min((verdict.missing for verdict in verdicts), key=len)
     may_lack = model._keys_to_ignore_on_load_missing or ()
-    return ListedDifferences(
+    return (
         type(model).__name__,
         tuple(name for name in unknown if name not in ignored),
         tuple(name for name in missing if not any(re.search(each, name) for each in may_lack)),

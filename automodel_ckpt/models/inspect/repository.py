@@ -37,11 +37,11 @@ _CODE_KEY = "model.trust_remote_code"
 
 
 @contextmanager
-def quiet(*names: str, level: int = logging.ERROR) -> Iterator[None]:
-    """Let the loggers of these *names* report only errors in the context, or what is of *level* or above."""
+def quiet(*names: str) -> Iterator[None]:
+    """Let the loggers of these *names* report only errors in the context."""
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         yield
     finally:
@@ -194,35 +194,22 @@ def model_needs_code(config: PreTrainedConfig, auto_class: Any) -> bool:
 
 
 def check_code(
-    name: str,
-    where: str,
-    references: object,
-    options: RepositoryOptions,
-    *,
-    is_needed: bool,
-    kind: object,
+    name: str, where: str, content: Mapping[str, Any], options: RepositoryOptions
 ) -> None:
-    """Check that the repository *name* may run its code if that is needed, and log what happens.
+    """Check that the repository *name* may run its code, which is needed, and log that it runs.
 
-    *references* is the ``auto_map`` of its config, and *kind* the type of the model. Raises :class:`RecipeError` if the
-    code is needed, and the recipe does not request it or the user does not trust it.
+    *content* is the content of its config.json. Raises :class:`RecipeError` if the recipe does not request it or the
+    user does not trust it.
     """
-    if not is_needed:
-        if options.requests_code:
-            log.info(
-                "%s has no effect: transformers includes models of type %s, and their code is used",
-                _CODE_KEY,
-                kind,
-            )
-        return
     if not options.runs_code:
+        kind = content.get("model_type")
         raise RecipeError(
             "this model needs code from its repository, which is not trusted",
             where=where,
             value=f"{name} (model type {kind}, which transformers does not include)",
             hint=options.hint,
         )
-    log.warning("running code from the repository %s: %s", name, references)
+    log.warning("running code from the repository %s: %s", name, content.get("auto_map"))
 
 
 def from_library_first(

@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.models.hf_names import Conversion, RowPart, names_in_files, read_conversion
+from automodel_ckpt.models.hf_names import (
+    Conversion,
+    RowPart,
+    names_in_files,
+    read_conversion,
+    tensor_names_in,
+)
 from automodel_ckpt.models.task_head import is_of_backbone
 
 _TRANSPOSED = (Conv1D, nn.Embedding)
@@ -75,10 +80,7 @@ def read_signature(directory: Path, config: Path | None = None) -> ModelSignatur
     model = empty_model(config or directory, hint=hint)
     conversion = read_conversion(model)
     renamed, parts = names_in_files(model, directory, conversion)
-    stored: set[str] = set()
-    for path in directory.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            stored.update(file.keys())
+    stored = tensor_names_in(directory)
     prefix = model.base_model_prefix
     files: dict[str, str] = {}
     written = [name for of_rows in parts.values() for name in of_rows]
@@ -195,12 +197,8 @@ def _spelling_in_files(name: str, prefix: str, stored: set[str]) -> str:
     return name
 
 
-class ListedParameter(NamedTuple):
-    """A parameter: its name in memory, its shape, and whether transformers' Trainer applies weight decay to it."""
-
-    name: str
-    shape: tuple[int, ...]
-    decays: bool
+ListedParameter = tuple[str, tuple[int, ...], bool]
+"""A parameter: its name in memory, its shape, and whether transformers' Trainer applies weight decay to it."""
 
 
 def list_parameters(directory: Path) -> list[ListedParameter]:
@@ -222,7 +220,7 @@ def parameters_of(model: nn.Module) -> list[ListedParameter]:
             if isinstance(module, nn.LayerNorm) or _WITHOUT_DECAY.search(full_name):
                 without_decay.add(id(parameter))
     return [
-        ListedParameter(name, tuple(parameter.shape), id(parameter) not in without_decay)
+        (name, tuple(parameter.shape), id(parameter) not in without_decay)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]

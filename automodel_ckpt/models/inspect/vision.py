@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import ChainMap
+from collections.abc import Iterable
 from typing import Any
 
 import transformers
@@ -96,28 +97,12 @@ def image_settings(processor: Any, default: PreTrainedConfig) -> dict[str, int]:
     }
 
 
-class _Mapping:
-    """Configurations and their model classes, of models of images and of further ones."""
-
-    def __contains__(self, config_class: type) -> bool:
-        return config_class in _IMAGES._model_mapping or config_class in _ALL._model_mapping
-
-    def __getitem__(self, config_class: type) -> Any:
-        if config_class in _IMAGES._model_mapping:
-            return _IMAGES._model_mapping[config_class]
-        return _ALL._model_mapping[config_class]
-
-    def keys(self) -> Iterator[type]:
-        """Return the configurations."""
-        yield from _ALL._model_mapping.keys()
-
-
 class AutoMultimodalModel(AutoModelForImageTextToText):
     """AutoModelForImageTextToText, also for the models of audio that AutoModelForMultimodalLM has."""
 
 
 _OURS: Any = AutoMultimodalModel
-_OURS._model_mapping = _Mapping()
+_OURS._model_mapping = ChainMap(_IMAGES._model_mapping, _ALL._model_mapping)
 # Repositories with code name their class by it.
 AutoMultimodalModel.__name__ = AutoModelForImageTextToText.__name__
 

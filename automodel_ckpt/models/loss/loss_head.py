@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from automodel_ckpt.models.inspect.forward import (
     class_and_message,
-    last_layer_output,
     logits_of,
     model_without_adapters,
     side_effect_free,
@@ -105,7 +104,7 @@ class LossPass(AbstractContextManager["LossPass"]):
 
         It is 0-dim, or a vector with one loss per group or position.
         """
-        returned = last_layer_output(output).reshape(self._shape)
+        returned = logits_of(output).reshape(self._shape)
         if self._loss is None:
             return returned
         if isinstance(returned, DTensor):

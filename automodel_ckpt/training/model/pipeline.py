@@ -27,9 +27,7 @@ from automodel_ckpt.parallel.pipeline import (
     Compute,
     Kind,
     Pipeline,
-    StageTensorSpec,
     TiedEnds,
-    idle_share,
 )
 from automodel_ckpt.parallel.ranks.agree import gather_objects
 from automodel_ckpt.parallel.tensor_plan import Plan, plan_for
@@ -55,8 +53,8 @@ class Stages:
     """The part of the tensor parallel plan that concerns this rank's stage."""
     has_tied_ends: bool
     """Whether the first and the last stage share the embedding's weight."""
-    hidden_states: StageTensorSpec
-    """The width and dtype of the hidden states between stages."""
+    hidden_states: torch.Tensor
+    """An empty tensor [0, H] with the width and dtype of the hidden states between stages."""
 
 
 def split_stages(
@@ -73,10 +71,9 @@ def split_stages(
     transformers_model: Any = model
     plan = plan_for(model, tp_plan, layout.sizes.tp) if layout.sizes.tp > 1 else None
     embedding = transformers_model.get_input_embeddings()
-    hidden_states = StageTensorSpec(
-        transformers_model.config.get_text_config().hidden_size,
-        compute_dtype or embedding.weight.dtype,
-    )
+    width = transformers_model.config.get_text_config().hidden_size
+    dtype = compute_dtype or embedding.weight.dtype
+    hidden_states = torch.empty(0, width, dtype=dtype, device="meta")
     tied = has_tied_ends(model)
     # What needs the complete model comes before LocalStage, which removes the other stages.
     record_complete_tensors(model)
@@ -103,7 +100,7 @@ class PipelineStage:
             layout.device,
             kind,
         )
-        self.width = stages.hidden_states.width
+        self.width = stages.hidden_states.shape[1]
         self._num_slices = layout.sizes.cp
         self._tied = _tied_ends(model, layout) if stages.has_tied_ends else None
 
@@ -199,7 +196,8 @@ class FromTokens(nn.Module):
 def log_idle_share(num_micro_batches: int, layout: RankLayout) -> None:
     """Log the share of a step in which stages wait for each other. Warns if it is half of the step or more."""
     num_stages = layout.sizes.pp
-    idle = idle_share(num_micro_batches, num_stages)
+    # Source: Huang et al., "GPipe", arXiv:1811.06965, section 3.2. 1F1B has the same share.
+    idle = (num_stages - 1) / (num_micro_batches + num_stages - 1)
     message = "%d pipeline stages, %d micro-batches a step: each rank waits for others about %.0f%% of the time"
     level = logging.INFO
     if idle >= 0.5:

@@ -31,7 +31,6 @@ from automodel_ckpt.models.model_checks import (
     check_router_loss,
     check_stages_with_routers,
     router_settings,
-    unused_coefficient,
 )
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
@@ -233,12 +232,12 @@ def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSet
                 value=scope,
                 hint="set output_router_logits: true in the model's config, or remove the key",
             )
-        coefficient = unused_coefficient(model)
-        if coefficient is not None and request.is_trained and scope:
+        unused = router_settings(model, is_requested=False)
+        if unused is not None and request.is_trained and scope:
             log.info(
                 "no load balancing loss of the router (coefficient %g): output_router_logits is false in the model's "
                 "config; model.config_overrides can set it",
-                coefficient,
+                unused.coefficient,
             )
         return None
     if not scope or not request.is_trained:

@@ -239,12 +239,10 @@ def check_all_heads(config: PreTrainedConfig, sizes: Sizes) -> None:
     """Raise :class:`RecipeError` if the attention heads of a layer cannot be divided among the ranks."""
     if sizes.tp == sizes.cp == 1:
         return
-    from automodel_ckpt.parallel.context_parallel import check_context_heads
     from automodel_ckpt.parallel.tensor_plan import check_heads
 
     for layer in layer_configs(config.get_text_config()):
-        check_heads(layer, sizes.tp)
-        check_context_heads(layer, sizes.cp, sizes.tp)
+        check_heads(layer, sizes.tp, sizes.cp)
 
 
 def with_model_limits(section: Target, model_config: PreTrainedConfig | None) -> Target:

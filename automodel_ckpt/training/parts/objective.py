@@ -30,7 +30,7 @@ from automodel_ckpt.loss.causal import (
     shift_labels,
 )
 from automodel_ckpt.models.config_checks import check_context
-from automodel_ckpt.models.inspect.forward import last_layer_output, logits_of
+from automodel_ckpt.models.inspect.forward import logits_of
 from automodel_ckpt.models.loss.fused_cross_entropy import widened
 from automodel_ckpt.models.loss.loss_head import LossHead
 from automodel_ckpt.parallel.mesh import RankLayout
@@ -245,7 +245,7 @@ class Objective:
         if stage.is_last:
             return self.row_loss(rows, hidden)
         # Other stages return hidden states in place of the logits.
-        return last_layer_output(self.trainable.forward(self._inputs(rows, hidden)))
+        return logits_of(self.trainable.forward(self._inputs(rows, hidden)))
 
     def logits(self, rows: Tensors, trainable: Trainable | None = None) -> torch.Tensor:
         """Compute the logits [B, T, V] of *rows*, of the trained model or of another one that *trainable* describes.

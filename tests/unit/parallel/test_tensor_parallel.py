@@ -97,7 +97,7 @@ def test_heads_that_cannot_be_shared_out_are_named() -> None:
     with pytest.raises(RecipeError) as caught:
         check_heads(config_of(hidden_size=48, num_attention_heads=12, num_key_value_heads=6), 4)
     assert "num_key_value_heads 6" in str(caught.value)
-    assert "set it to a common divisor" in str(caught.value)
+    assert "set tp_size to a common divisor" in str(caught.value)
 
 
 def test_sequence_parallelism_is_refused_for_another_structure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes, share_out
 from automodel_ckpt.parallel.precision import (
+    float32_precision,
     resolve_precision,
+    set_float32_precision,
+    with_parameter_type,
 )
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support.runs.training import build, write_recipe
@@ -85,6 +89,59 @@ def test_a_gpu_computes_in_bfloat16_and_a_cpu_in_the_type_of_the_weights(
     config = config_of(recipe_file, *overrides)
     assert resolved(config, sizes, "cuda") == on_cuda
     assert resolved(config, sizes, "cpu") == on_cpu
+
+
+def test_what_trains_is_kept_in_float32_and_a_frozen_base_on_a_gpu_in_16_bits(
+    recipe_file: Path,
+) -> None:
+    class Base:
+        dtype = torch.float16
+
+    config = config_of(recipe_file)
+    given = config_of(recipe_file, "--model.dtype=float32")
+    base: Any = Base()
+
+    def kept(config: Any, device_type: str, base: Any, is_frozen: bool) -> str:
+        typed: Any = with_parameter_type(
+            config, base, device_type=device_type, is_trained=not is_frozen
+        )
+        return str(typed.model.dtype)
+
+    assert kept(config, "cuda", None, False) == "float32"
+    assert kept(config, "cuda", None, True) == "bfloat16"
+    assert kept(config, "cuda", base, True) == "float16"
+    assert kept(config, "cpu", base, True) == "float32"
+    assert kept(given, "cuda", base, True) == "float32"
+
+
+@pytest.fixture
+def float32_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    convolutions = torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before)
+    torch.backends.cudnn.allow_tf32 = convolutions
+
+
+@pytest.mark.usefixtures("float32_products")
+def test_float32_products_use_tf32_on_a_gpu_unless_the_run_is_deterministic(
+    recipe_file: Path,
+) -> None:
+    config = config_of(recipe_file)
+    deterministic = config_of(recipe_file, "--deterministic=true")
+    both = config_of(recipe_file, "--deterministic=true", "--float32_precision=high")
+    assert float32_precision(config, "cuda") == "high"
+    assert float32_precision(deterministic, "cuda") == "highest"
+    assert float32_precision(both, "cuda") == "high"
+    assert float32_precision(config, "cpu") == "highest"
+
+    before = torch.get_float32_matmul_precision()
+    set_float32_precision("high", "cpu")
+    assert torch.get_float32_matmul_precision() == before
+    for precision in ("high", "highest"):
+        set_float32_precision(precision, "cuda")
+        assert torch.get_float32_matmul_precision() == precision
+        assert torch.backends.cudnn.allow_tf32 == (precision == "high")
 
 
 @pytest.mark.parametrize(
