@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,9 @@ def free_bytes(directory: Path) -> int:
     path = directory.absolute()
     while not path.exists():
         path = path.parent
-    return shutil.disk_usage(path).free
+    status = os.statvfs(path)
+    # Not f_bfree, which includes the blocks that only root may use.
+    return status.f_bavail * status.f_frsize
 
 
 def forecast_bytes(
