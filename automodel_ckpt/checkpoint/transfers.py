@@ -66,7 +66,6 @@ class Transfers:
         self._group = group
         self._is_rank0 = settings.ranks.rank == 0
         self._settings = settings
-        self._is_open = False
 
     @property
     def _run(self) -> RunDirectory:
@@ -85,7 +84,7 @@ class Transfers:
 
         Raises :class:`RecipeError` and :class:`StoreError` where a store cannot be used.
         """
-        if self._is_open:
+        if self.uploads is not None or self.fetcher is not None:
             return
         options = self._options
         remove_fetched(self._run.root)
@@ -100,7 +99,6 @@ class Transfers:
             from automodel_ckpt.checkpoint.remote.fetch import Fetcher
 
             self.fetcher = Fetcher(self._run.root, options.remote)
-        self._is_open = True
 
     @property
     def _may_fetch(self) -> bool:

@@ -215,7 +215,7 @@ def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], Upload
     """
     # Unbuffered, so that select() sees what is left.
     commands = os.fdopen(0, "rb", buffering=0)
-    started = json.loads(_line(commands))
+    started = json.loads(commands.readline())
     # Leave the processors to training, and the disk: the priority of reads follows. Threads inherit it.
     os.nice(started["niceness"])
     # A session is a group of the scheduler on some systems, which compares niceness only within groups.
@@ -234,7 +234,7 @@ def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], Upload
             if deadline < math.inf:
                 thread.join(POLL_SECONDS)
             elif select.select([commands], [], [], POLL_SECONDS)[0]:
-                is_over = _line(commands) != FINISH
+                is_over = commands.readline() != FINISH
                 uploads.finish()
                 if is_over:
                     # The trainer has ended.
@@ -247,16 +247,6 @@ def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], Upload
                 uploads.note_progress()
                 noted = now
     return 0
-
-
-def _line(commands: Any) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = commands.read(1)
-        if not byte:
-            return line
-        line += byte
-    return line
 
 
 # ---------------------------------------------------------------- in the trainer

@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint
+from automodel_ckpt.checkpoint.remote.parts import only
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_files, pull_logs
 from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
 from automodel_ckpt.checkpoint.run import links, policy, resume
@@ -65,7 +66,7 @@ class Fetched:
             return manifest
         remote = files_with_tensors(manifest)
         files = {name: each for name, each in manifest.files.items() if name not in remote}
-        return replace(manifest, files=files, trees={}, state={})
+        return only(manifest, files)
 
     def bring(self, root: Path) -> None:
         """Download the files of the local directory to another node's directory, with the run directory *root*.
@@ -149,7 +150,7 @@ class Fetcher:
 
         Raises as :meth:`fetch`.
         """
-        found = self.find(restore_from, memory, logging.DEBUG)
+        found = self.find(restore_from, memory)
         if found is None:
             return None
         run, name = found
@@ -157,17 +158,13 @@ class Fetcher:
         return None if data is None else Summary.parse(data, f"{run.store}/{name}")
 
     def find(
-        self,
-        restore_from: str | None,
-        memory: Path | None = None,
-        level: int = logging.WARNING,
+        self, restore_from: str | None, memory: Path | None = None
     ) -> tuple[RemoteRun, str] | None:
         """Find the checkpoint that :meth:`fetch` fetches: its run and its name.
 
-        Returns None when it is in the run directory, or in no store. Also returns None, and logs this at *level*, when
-        the store cannot be read and a local checkpoint is the one to resume from, as far as this can be known without
-        the store. Raises :class:`StoreError`, and :class:`CheckpointUnusable` if *restore_from* is the URL of no
-        checkpoint.
+        Returns None when it is in the run directory, or in no store. Also returns None, with a warning, when the store
+        cannot be read and a local checkpoint is the one to resume from, as far as this can be known without the store.
+        Raises :class:`StoreError`, and :class:`CheckpointUnusable` if *restore_from* is the URL of no checkpoint.
         """
         name = own_name(restore_from, self._settings)
         is_elsewhere = name is not None and is_url(name)
@@ -185,7 +182,7 @@ class Fetcher:
         except StoreError as error:
             if not (is_continued if is_elsewhere else newest is not None):
                 raise
-            log.log(level, "the store cannot be read, resuming from the local disk: %s", error)
+            log.warning("the store cannot be read, resuming from the local disk: %s", error)
             return None
 
     def _bring(self, run: RemoteRun, name: str) -> Fetched | None:
@@ -197,18 +194,14 @@ class Fetcher:
         free = shutil.disk_usage(root).free
         is_streamed = self.always_streams or free < 2 * manifest.nbytes
         started = time.monotonic()
-        if self.always_streams:
-            log.info("%s/%s: each rank reads what it needs", run.store, name)
-        elif is_streamed:
-            message = "%s/%s is not downloaded: %s, %s free in %s; each rank reads what it needs"
+        if is_streamed:
+            message = "%s/%s is not downloaded, each rank reads what it needs (%s; %s free in %s)"
             sizes = size_text(manifest.nbytes), size_text(free)
             log.info(message, run.store, name, *sizes, root)
-        elif is_own and os.path.lexists(root / name):
-            aside = links.set_aside(root, name)
-            log.warning("%s in %s is incomplete; renamed to %s", name, root, aside)
-        if is_streamed:
             path = _pull_files_without_tensors(run, name, root, num_threads, self.stopping)
         else:
+            if is_own and os.path.lexists(root / name):
+                links.make_room(root / name)
             target = root if is_own else root / DIRECTORY
             target.mkdir(exist_ok=True)
             log.info("downloading %s from %s", name, run.store)

@@ -23,15 +23,14 @@ def locate_run(
     :class:`CheckpointUnusable` for a pointer without a target.
     """
     parent, _, last = url.rstrip("/").rpartition("/")
-    if last in layout.POINTERS:
-        run = RemoteRun(Store(parent, options, where=where))
-        target = run.pointed(last)
-        if target is None:
-            raise _missing(str(run.store), f"no valid {last}")
-        return run, target
-    if layout.parse_checkpoint_name(last):
-        return RemoteRun(Store(parent, options, where=where)), last
-    return RemoteRun(Store(url, options, where=where)), None
+    is_inside = last in layout.POINTERS or layout.parse_checkpoint_name(last) is not None
+    run = RemoteRun(Store(parent if is_inside else url, options, where=where))
+    if last not in layout.POINTERS:
+        return run, last if is_inside else None
+    target = run.pointed(last)
+    if target is None:
+        raise _missing(str(run.store), f"no valid {last}")
+    return run, target
 
 
 def locate_checkpoint(

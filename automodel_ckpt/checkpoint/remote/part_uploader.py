@@ -17,8 +17,8 @@ from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest, Summar
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote import parts
 from automodel_ckpt.checkpoint.remote.child_process import serve
-from automodel_ckpt.checkpoint.remote.parts import PartAnswer, PartRequest, files_here
-from automodel_ckpt.checkpoint.remote.push import only, send_files
+from automodel_ckpt.checkpoint.remote.parts import PartAnswer, PartRequest, files_here, only
+from automodel_ckpt.checkpoint.remote.push import send_files
 from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, Job, StoreLoop
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.notes import stamp
@@ -76,13 +76,10 @@ class PartUploader(StoreLoop):
 
     def _note_if_stored(self, name: str, digest: str) -> None:
         """Without a request, the checkpoint is complete in the store, or its upload has not begun."""
-        place = f"{name}/{layout.MANIFEST}"
         here = read_safely(self.root / name, layout.MANIFEST, limit=MAX_BYTES)
-        # It takes megabytes.
-        with contextlib.suppress(FileNotFoundError):
-            if self.store.size(place) == len(here) and self.store.read(place) == here:
-                self._stored.add(digest)
-                self._memory(name, digest).forget()
+        if self.run_in_store.manifest(name) == here:
+            self._stored.add(digest)
+            self._memory(name, digest).forget()
 
     def _memory(self, name: str, digest: str) -> UploadMemory:
         return UploadMemory.read(self.root / f"{LINK}{name}.json", digest, str(self.store))

@@ -19,6 +19,7 @@ from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
+from automodel_ckpt.checkpoint.remote.parts import only
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
@@ -83,11 +84,10 @@ def pull_files(
     Return the directory, which is not a complete checkpoint. Raises as :func:`pull_checkpoint`.
     """
     data, manifest = run.complete_manifest(name)
-    chosen = {file: manifest.files[file] for file in files}
+    chosen = only(manifest, {file: manifest.files[file] for file in files})
     path = target / name
     path.mkdir()
-    only = replace(manifest, files=chosen, trees={}, state={})
-    _pull_verified(run, name, only, path, num_threads, stopping)
+    _pull_verified(run, name, chosen, path, num_threads, stopping)
     (path / layout.MANIFEST).write_bytes(data)
     return path
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.export_manifest import (
@@ -14,11 +13,10 @@ from automodel_ckpt.checkpoint.export.export_manifest import (
     export_problems,
 )
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
-from automodel_ckpt.checkpoint.remote.parts import OtherNodes, files_here
+from automodel_ckpt.checkpoint.remote.parts import OtherNodes, files_here, only
 from automodel_ckpt.checkpoint.remote.run import RemoteRun, conflict
 from automodel_ckpt.checkpoint.store.store import BLOCK_BYTES, StoreError
 from automodel_ckpt.checkpoint.store.transfer import (
@@ -45,16 +43,14 @@ def push_checkpoint(
     *,
     throttle: Throttle | None = None,
     num_threads: int = NUM_THREADS,
-    on_file: Callable[[str], None] = lambda name: None,
     on_other: Callable[[str], None] = lambda name: None,
     others: OtherNodes | None = None,
 ) -> int:
     """Upload *checkpoint* unless it is in the store; return the bytes sent.
 
-    *memory_file* records on the local disk what is in the store, so that a later attempt continues. *on_file* is
-    called with the name of each file that has arrived. A different checkpoint of this name in the store is removed
-    first, unless a pointer names it; *on_other* is called with the name before. *others* upload the files that
-    *checkpoint* does not have.
+    *memory_file* records on the local disk what is in the store, so that a later attempt continues. A
+    different checkpoint of this name in the store is removed first, unless a pointer names it; *on_other* is called
+    with the name before. *others* upload the files that *checkpoint* does not have.
 
     Raises:
         CheckpointUnusable: if the local files do not match the manifest, or another checkpoint is in the way.
@@ -83,13 +79,21 @@ def push_checkpoint(
     memory = UploadMemory.read(memory_file, manifest.digest, str(run.store))
     if is_superseded or (remote is not None and remote != data):
         on_other(name)
-        _make_way(run, name)
+        try:
+            run.withdraw(name)
+        except ValueError as error:
+            raise CheckpointUnusable(
+                "another checkpoint of this name is in the store, and a pointer names it",
+                where=f"{run.store}/{name}",
+                value=str(error),
+                hint="push to another URL, or remove it there with `ckpt prune`",
+            ) from None
         memory.forget()
         memory = UploadMemory(memory_file, manifest.digest, str(run.store))
     sent_before = throttle.nbytes
     if others is not None:
         others.request(run.store, name, manifest.digest, local.files)
-    send_files(run, checkpoint, local, memory, throttle, num_threads, on_file)
+    send_files(run, checkpoint, local, memory, throttle, num_threads)
     if others is not None:
         _wait_for(others, run, checkpoint, manifest.files.keys() - local.files.keys())
     _check_sizes(run, name, manifest, memory)
@@ -102,11 +106,6 @@ def push_checkpoint(
     return throttle.nbytes - sent_before
 
 
-def only(manifest: Manifest, files: Mapping[str, FileRecord]) -> Manifest:
-    """Restrict *manifest* to some *files*, which are then verified as a whole."""
-    return replace(manifest, files=dict(files), trees={}, state={})
-
-
 def send_files(
     run: RemoteRun,
     checkpoint: Path,
@@ -114,7 +113,6 @@ def send_files(
     memory: UploadMemory,
     throttle: Throttle,
     num_threads: int,
-    on_file: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Upload the files of *manifest* that *memory* does not have. None replaces an object of a later start of the run.
 
@@ -141,7 +139,6 @@ def send_files(
                 has_parts(store) and has_digest(store, name, manifest.files[file].digest)
             ):
                 memory.note_done(file)
-                on_file(file)
                 return
             # An interrupted attempt, or an earlier start of the run, left it.
             version = store.version(name)
@@ -171,18 +168,6 @@ def _wait_for(
         with contextlib.suppress(ValueError):
             run.withdraw(checkpoint.name)
         raise
-
-
-def _make_way(run: RemoteRun, name: str) -> None:
-    try:
-        run.withdraw(name)
-    except ValueError as error:
-        raise CheckpointUnusable(
-            "another checkpoint of this name is in the store, and a pointer names it",
-            where=f"{run.store}/{name}",
-            value=str(error),
-            hint="push to another URL, or remove it there with `ckpt prune`",
-        ) from None
 
 
 def blocks_of(path: Path, throttle: Throttle) -> Iterator[bytes]:

@@ -256,16 +256,14 @@ class RemoteRun:
         # A removal marks a checkpoint, and then reads the pointers: one of the two sees the other.
         return self.store.replace(pointer, data, version) and not self.is_superseded(target)
 
-    def supersede(
-        self, names: Iterable[str], reason: str, metric_key: str, mode: policy.Mode
-    ) -> list[str]:
+    def supersede(self, names: Iterable[str], metric_key: str, mode: policy.Mode) -> list[str]:
         """Mark checkpoints that the run has left, and set the pointers to others. Return those newly marked."""
         marked = []
         for name in names:
             if self.is_superseded(name):
                 continue
             self.check_owner()
-            self.store.write(f"{name}/{SUPERSEDED}", f"{reason}\n".encode())
+            self.store.write(f"{name}/{SUPERSEDED}", b"superseded\n")
             marked.append(name)
         # Also if an earlier start marked them: a kill may have left a pointer to one.
         self.point(metric_key, mode)

@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy, resume
-from automodel_ckpt.checkpoint.run.transfer_files import TO_STORE, link, pending, step_of, unlink
+from automodel_ckpt.checkpoint.run.transfer_files import TO_STORE, link, pending, unlink
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle
@@ -86,8 +86,6 @@ class Uploader(StoreLoop):
         self._has_begun = False
         self._stored: dict[str, policy.Record] = {}
         """The checkpoints that this process has uploaded, by name."""
-        # After a run went back, the status of an earlier process may name a later step.
-        self._is_first = True
 
     @property
     def sent_bytes(self) -> int:
@@ -99,8 +97,7 @@ class Uploader(StoreLoop):
         if not self._has_begun:
             self._become_owner()
             step = self.job.went_back_to
-            later = [str(name) for name in self.run_in_store.names() if name.step > step]
-            self._supersede(later, f"the run went back to step {step}")
+            self._supersede([str(name) for name in self.run_in_store.names() if name.step > step])
             gone_back.forget(self.root)
             self._has_begun = True
         while (names := self._worth_uploading()) and not self.stopping.is_set():
@@ -133,10 +130,7 @@ class Uploader(StoreLoop):
         if self._keep.last is None:
             return names
         records = dict(self._stored)
-        for name in names:
-            found = self._record(name)
-            if found is not None:
-                records[name] = found
+        records.update(self._records(names))
         # The pointers of the store will name them.
         pointed = {record.name for record in policy.newest_first(records.values())[:1]}
         best = policy.best(records.values(), self._keep.mode)
@@ -151,13 +145,14 @@ class Uploader(StoreLoop):
             unlink(self.root, LINK, name)
         return [name for name in names if name not in not_kept]
 
-    def _record(self, name: str) -> policy.Record | None:
-        return resume.record(self.root, name, self.job.metric_key, {})
+    def _records(self, names: list[str]) -> dict[str, policy.Record]:
+        found = (resume.record(self.root, name, self.job.metric_key, {}) for name in names)
+        return {record.name: record for record in found if record is not None}
 
-    def _supersede(self, names: list[str], reason: str) -> None:
+    def _supersede(self, names: list[str]) -> None:
         """Give up checkpoints of the store that the run has left, and the pointers to them."""
         metric_key, mode = self.job.metric_key, self._keep.mode
-        for name in self.run_in_store.supersede(names, reason, metric_key, mode):
+        for name in self.run_in_store.supersede(names, metric_key, mode):
             print_line(f"marked {self.store}/{name} as superseded")
 
     def _other_nodes(self) -> OtherNodes | None:
@@ -181,8 +176,7 @@ class Uploader(StoreLoop):
                 checkpoint,
                 self.root / f"{LINK}{name}.json",
                 throttle=self.throttle,
-                on_file=lambda file: self.note(),
-                on_other=lambda name: self._supersede([name], "the run saved this step again"),
+                on_other=lambda name: self._supersede([name]),
                 others=self._other_nodes(),
                 **options,
             )
@@ -201,18 +195,12 @@ class Uploader(StoreLoop):
                 self.store.write(log, data)
         self.run_in_store.point(self.job.metric_key, self._keep.mode)
         # Without its link, it may be removed.
-        record = self._record(name)
-        if record is not None:
-            self._stored[name] = record
+        self._stored.update(self._records([name]))
         unlink(self.root, LINK, name)
         if set(complete_exports(checkpoint)) - exports:
             # It was made meanwhile, and its request was the link that is removed now.
             link(self.root, LINK, name)
-        newest = self.status.uploaded
-        if newest is None or step_of(newest) < step_of(name) or self._is_first:
-            newest = name
-        self._is_first = False
-        self.note(uploaded=newest, failures=0, error="")
+        self.note(uploaded=name, failures=0, error="")
         nbytes = self.sent_bytes - sent_before
         if nbytes:
             size = f"{nbytes / 1e6:.1f} MB in {time.monotonic() - started:.1f} s"

@@ -31,7 +31,7 @@ _NO_HARD_LINKS_HERE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The content of a lock file. Fields with defaults are missing in files of older versions."""
+    """The content of a lock file. Fields with defaults may be missing."""
 
     host: str
     boot_id: str
@@ -63,7 +63,7 @@ class Holder:
 
     def to_bytes(self) -> bytes:
         """Convert to JSON, padded to a fixed size, so that a shorter record overwrites a longer one completely."""
-        content = json.dumps({**asdict(self), "time": time.time()}).encode()
+        content = json.dumps(asdict(self)).encode()
         return content.ljust(_RECORD_BYTES)
 
     def is_this_process(self) -> bool:
@@ -105,16 +105,9 @@ def is_beating(path: Path, seconds: float) -> bool:
 
 def _read(path: Path) -> Holder | None:
     """Return the current record in the lock file, or None when it cannot be read."""
-    try:
-        descriptor = open_lock_file(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        return Holder.read(descriptor)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError), os.fdopen(open_lock_file(path, os.O_RDONLY), "rb") as file:
+        return Holder.read(file.fileno())
+    return None
 
 
 def open_lock_file(path: Path, flags: int) -> int:
@@ -185,21 +178,12 @@ def rejection(path: Path, holder: Holder | None, hint: str) -> RecipeError:
 
 def lost(path: Path, holder: Holder | None) -> LeaseLost:
     """The error of a run if its lock file has the record *holder* of another run, or is gone (None)."""
-    if holder is None and not os.path.lexists(path):
-        return LeaseLost(
-            "this run lost the lock on its directory: its lock file was removed, by a user or by another run "
-            "that has ended since",
-            where=str(path),
-            value="no such file",
-            hint="this run writes nothing more here",
-            restart="run the same command to resume from the newest checkpoint",
-        )
     return LeaseLost(
-        "this run lost the lock on its directory: another run has taken over",
-        where=str(path.parent),
+        "this run lost the lock on its directory: another run has taken over, or its lock file was removed",
+        where=str(path),
         value=_described(holder),
-        hint="this run writes nothing more here. The other run took over because this one wrote no heartbeat for "
-        "too long: check what suspended this process or stalled its disk",
+        hint="this run writes nothing more here. Another run takes over if this one writes no heartbeat for too long: "
+        "check what suspended this process or stalled its disk",
     )
 
 

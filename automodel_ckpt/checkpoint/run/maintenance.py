@@ -197,13 +197,9 @@ def run_of(checkpoint: Path) -> tuple[Path, str]:
 
 def repeated_bytes(checkpoints: Sequence[Path]) -> int:
     """Return the bytes that the sizes of *checkpoints* count more than once: shared files take their bytes once."""
-    seen: set[tuple[int, int]] = set()
-    repeated = 0
-    for status in (status for checkpoint in checkpoints for status in _files(checkpoint)):
-        inode = (status.st_dev, status.st_ino)
-        repeated += status.st_size if inode in seen else 0
-        seen.add(inode)
-    return repeated
+    statuses = [status for checkpoint in checkpoints for status in _files(checkpoint)]
+    sizes = {(status.st_dev, status.st_ino): status.st_size for status in statuses}
+    return sum(status.st_size for status in statuses) - sum(sizes.values())
 
 
 def freed_bytes(checkpoints: Sequence[Path]) -> list[int]:

@@ -38,9 +38,8 @@ class AdapterAssets:
 
     *peft_config* is the content of adapter_config.json without the base's name, *description* the recipe's settings,
     *tensors* the tensors of the adapter file by peft's keys, *base* the identity of the base (None on ranks that write
-    nothing), *tokenizer* a tokenizer or processor, *base_dir* the directory of the base's files. *model_config* is the
-    content of config.json of the model with the adapters; None: the base's. *further* are other files, by
-    relative path.
+    nothing), *tokenizer* a tokenizer or processor, *base_dir* the directory of the base's files. *further* are other
+    files, by relative path, such as the model's config where it is not the base's.
     """
 
     def __init__(
@@ -52,10 +51,8 @@ class AdapterAssets:
         base: BaseIdentity | None = None,
         tokenizer: Any = None,
         base_dir: Path | str | None = None,
-        model_config: bytes | None = None,
         further: Mapping[str, bytes] | None = None,
     ) -> None:
-        self._model_config = model_config
         self._further = dict(further or {})
         self._peft_config, self._description = dict(peft_config), dict(description)
         self._tensors, self._base = dict(tensors), base
@@ -88,12 +85,8 @@ class AdapterAssets:
             "base": self._base.to_dict(),
             "adapter": self._description,
         }
-        of_model = {}
-        if self._model_config is not None:
-            of_model[layout.ADAPTER_MODEL_CONFIG] = self._model_config
         return {
             **self._tokenizer_files,
-            **of_model,
             **self._further,
             layout.ADAPTER_CONFIG: _json(peft_config, sort_keys=True),
             layout.AUTOMODEL_PEFT_CONFIG: _json(description),

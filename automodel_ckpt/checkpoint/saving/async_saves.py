@@ -331,9 +331,11 @@ class AsyncSaves:
             if "busy" not in states:
                 break
             # Progress of any writer counts: the others may be idle only because they wait for it.
-            if all(seconds > self._timeout_seconds for _, seconds, _ in reports):
-                any_writes = any(is_writing for _, _, is_writing in reports)
-                background.give_up(also_waiting=not any_writes)
+            is_stalled = all(seconds > self._timeout_seconds for _, seconds, _ in reports)
+            # Where none writes, what waits is the publication.
+            any_writes = any(is_writing for _, _, is_writing in reports)
+            if is_stalled and (background.is_writing or not any_writes):
+                background.give_up()
             background.wait(_POLL_SECONDS)
         self._in_flight = None
         return True
@@ -420,11 +422,13 @@ def create_async_saves(
     def create() -> str:
         """Return why this rank does not support asynchronous saves; empty where it does."""
         try:
-            on_cuda = _on_cuda(state)
+            items = classify(state)
+            modules = [item.value for item in items if item.kind == "module"]
+            on_cuda = any(each.is_cuda for module in modules for each in module.parameters())
             created.append(
                 AsyncSaves(planner, group, timeout_seconds=timeout_seconds, on_cuda=on_cuda)
             )
-            nbytes = planner.forecast(classify(state)).nbytes
+            nbytes = planner.forecast(items).nbytes
             created[0].reserve(nbytes // planner.settings.ranks.world_size + _SLACK_BYTES)
         except (OSError, AttributeError) as error:  # AttributeError: a system without memfd_create
             return str(error) or type(error).__name__
@@ -441,12 +445,6 @@ def create_async_saves(
                 saves.close()
     reason = next(filter(None, reasons), "")
     return (None, reason) if reason else (created[0], "")
-
-
-def _on_cuda(state: Mapping[str, Any]) -> bool:
-    """Whether a module of the state has parameters on a GPU."""
-    modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
-    return any(parameter.is_cuda for module in modules for parameter in module.parameters())
 
 
 def _buffers(items: Iterable[Item]) -> set[int]:

@@ -154,12 +154,8 @@ class Background:
         # Not in the thread: a caller that waits right after this must find the save in progress.
         task.has_ended.clear()
         self._task = task
-
-        def run() -> None:
-            self._run(task, command, then, doing)
-            task.has_ended.set()
-
-        threading.Thread(target=run, name="save", daemon=True).start()
+        arguments = (task, command, then, doing)
+        threading.Thread(target=self._run, args=arguments, name="save", daemon=True).start()
 
     def _run(
         self, task: SaveTask, command: Write, then: Callable[[SaveTask], None] | None, doing: str
@@ -178,6 +174,7 @@ class Background:
         finally:
             if task.writer is not self._writer:
                 task.writer.end()
+            task.has_ended.set()
 
     def export(
         self, task: SaveTask, sources: Sequence[Path], lease: tuple[Path, str] | None
@@ -222,16 +219,13 @@ class Background:
         self._observed_at = now
         return self._idle_seconds
 
-    def give_up(self, *, also_waiting: bool) -> None:
-        """Mark the save as failed because it made no progress for too long.
-
-        Applies where this rank's writer is working; with *also_waiting*, also where the save waits for other ranks.
-        """
-        what = "the process that writes this rank's checkpoints made no progress"
-        if not self.is_writing:
-            what = "publishing made no progress"
-            if not also_waiting or self.state != "busy":
-                return
+    def give_up(self) -> None:
+        """Mark the save, if there is one in progress, as failed because it made no progress for too long."""
+        if self.state != "busy":
+            return
+        what = "publishing made no progress"
+        if self.is_writing:
+            what = "the process that writes this rank's checkpoints made no progress"
         kind = ExportFailed if self._exporting.locked() else SaveFailed
         seconds = f"{self.idle_seconds():.0f} s (distributed.timeout_minutes)"
         self._failure = kind(

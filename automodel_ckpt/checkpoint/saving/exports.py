@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
+from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.saving.save import Save, SaveReport, SaveSettings
 from automodel_ckpt.checkpoint.sources.source import MODEL
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
@@ -44,10 +44,6 @@ class Exports:
     def of_each_checkpoint(self) -> bool:
         """Whether each checkpoint is exported."""
         return self._settings.makes_export(last=False)
-
-    def command(self, checkpoint: Path) -> str | None:
-        """The shell command that exports a checkpoint as Hugging Face files; None where there is nothing to export."""
-        return self._settings.export_command(checkpoint)
 
     def own_files(self, checkpoint: Path) -> Path | None:
         """The directory of the model in a checkpoint, if other programs load it as it is; None when it is exported."""
@@ -107,11 +103,7 @@ class Exports:
         The ranks may see different states of the directory, and all must call the same collectives.
         """
 
-        def find_on_rank0() -> T | None:
-            return find() if self._is_rank0 else None
-
-        where = self._settings.run.path
-        return gather_or_raise(self._group, find_on_rank0, doing, where, ExportFailed)[0]
+        return agree.broadcast_object(self._group, self.run_on_rank0(doing, find))
 
     def _export_once(self, name: str, attributes: Collection[str]) -> None:
         """Export modules of the checkpoint *name*, unless they are already exported."""

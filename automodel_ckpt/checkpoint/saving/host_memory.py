@@ -15,8 +15,7 @@ import mmap
 import os
 import pickle
 import re
-import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,12 +119,10 @@ def lock_pages(tensor: torch.Tensor) -> bool:
         reason = str(error).splitlines()[0][:160]
     if not reason:
         return True
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     log.warning(
-        "cannot page-lock %s for asynchronous saves (%s; ulimit -l is %s): training waits longer for each copy",
+        "cannot page-lock %s for asynchronous saves (%s): training waits longer for each copy, see `ulimit -l`",
         size_text(tensor.nbytes),
         reason,
-        "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft),
     )
     if torch.cuda.is_available():
         # CUDA's last error would be reported for the next kernel of the training. torch has no binding of
@@ -172,17 +169,10 @@ def _touch_part(mapped: mmap.mmap, start: int) -> None:
     nbytes = min(_PART_BYTES, len(mapped) - start)
     # mmap.madvise keeps the GIL (Python 3.11), so that other threads and Ctrl+C would wait for seconds.
     first = ctypes.byref(ctypes.c_char.from_buffer(mapped, start))
-    populates = _madvise()(first, ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0
-    if not populates:
+    if ctypes.CDLL(None).madvise(first, ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
+        # An older kernel.
         pages = slice(start, start + nbytes, PAGE_BYTES)
         mapped[pages] = mapped[pages]
-
-
-@functools.cache
-def _madvise() -> Callable[..., int]:
-    """The C library's function; it returns 0 where it succeeds."""
-    function: Callable[..., int] = ctypes.CDLL(None).madvise
-    return function
 
 
 def available_bytes() -> int | None:

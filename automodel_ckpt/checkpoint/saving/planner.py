@@ -8,7 +8,6 @@ calls :meth:`Planner.reserve` and :meth:`Planner.object_jobs` instead of the mid
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +27,7 @@ from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
-from automodel_ckpt.checkpoint.jobs.reuse import ReusableFiles, links_are_supported
+from automodel_ckpt.checkpoint.jobs.reuse import links_are_supported
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, StateRecord
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
@@ -49,7 +48,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree, trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import check_consistent, digests_of_own
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import SaveFailed
 
 # Below this size, separate files cost more than they save.
 _MIN_SEPARATE_BYTES = 16 << 20
@@ -111,8 +110,7 @@ class Planner:
         for name, description in save.descriptions.items():
             proposal.trees[name] = TreeSummary(description.digest(), description.origins)
         if self.settings.ranks.rank == 0:
-            states = {tree.name: tree.state_dict for tree in save.plan.trees.values()}
-            forecast = self.forecast(save.items, states)
+            forecast = self.forecast(save.items)
             self.expected_bytes = forecast.nbytes
             self.reserve(save, forecast, proposal)
             proposal.maps, proposal.tied = self._maps(save), save.plan.tied
@@ -167,9 +165,7 @@ class Planner:
                 found[name] = maps
         return found
 
-    def forecast(
-        self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> Forecast:
+    def forecast(self, items: Iterable[Item]) -> Forecast:
         """The expected bytes of one save of *items* with its export, and the free bytes."""
         settings, items = self.settings, list(items)
         side_bytes = sum(assets.nbytes for assets in settings.assets.values())
@@ -177,14 +173,13 @@ class Planner:
             items,
             world_size=settings.ranks.world_size,
             save_optimizer=settings.save_optimizer,
-            states=states,
             side_bytes=side_bytes,
         )
         export = 0
         if settings.makes_export(last=True):
             modules = [item for item in items if item.name in settings.assets]
             export = forecast_bytes(
-                modules, world_size=1, save_optimizer=False, states=states, side_bytes=side_bytes
+                modules, world_size=1, save_optimizer=False, side_bytes=side_bytes
             )
         if settings.makes_export(last=False):
             expected += export
@@ -197,16 +192,12 @@ class Planner:
         """
         settings = self.settings
         nbytes = int(forecast.nbytes * (1.0 if settings.nodes is None else settings.nodes.share))
-        # The manifest of the earlier checkpoint is read only where it matters.
-        if nbytes > forecast.free_bytes and settings.shares_files:
-            frozen = {}
-            for item in items:
-                if item.kind == "module":
-                    kinds = untrained_names(item.value)
-                    frozen[item.name] = {name for name in kinds if kinds[name] == layout.FROZEN}
-            with contextlib.suppress(CheckpointUnusable):
-                reusable = ReusableFiles.open(settings.previous())
-                nbytes -= 0 if reusable is None else reusable.shared_bytes(frozen)
+        # The earlier checkpoint is looked for only where it matters.
+        if nbytes > forecast.free_bytes and settings.shares_files and settings.previous():
+            modules = [item.value for item in items if item.kind == "module"]
+            for parameter in (each for module in modules for each in module.parameters()):
+                if not parameter.requires_grad:
+                    nbytes -= parameter.numel() * parameter.element_size()
         if nbytes > forecast.free_bytes:
             needed, free = size_text(nbytes), size_text(forecast.free_bytes)
             raise SaveFailed(

@@ -146,8 +146,7 @@ class Publisher:
 
         Raises OSError where it could not be published.
         """
-        losses = json_values(save.losses) if save.validated else {}
-        self._settings.run.publish(save.staging.path, save.name, losses)
+        self._settings.run.publish(save.staging.path, save.name)
         # Before anything that can fail: a published checkpoint must not be removed as a staging
         # directory.
         save.staging.is_owner = False

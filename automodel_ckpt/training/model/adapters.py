@@ -13,6 +13,7 @@ from torch import nn
 from automodel_ckpt.base.user_cache import cache_directory
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets, TensorSpec, tensor_specs
+from automodel_ckpt.checkpoint.files.layout import ADAPTER_MODEL_CONFIG
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.state.module_tensors import StoredLayout, set_stored_layout
 from automodel_ckpt.config.keys.model import PeftConfig
@@ -133,10 +134,10 @@ def adapter_assets(
     peft_config = dict(adapted.peft_config)
     if revision is not None:
         peft_config["revision"] = revision
-    config = None
+    files = dict(further or {})
     if has_own_config:
         inner = model_without_adapters(model)
-        config = HFAssets.from_model(inner).config_json()
+        files[ADAPTER_MODEL_CONFIG] = HFAssets.from_model(inner).config_json()
     return AdapterAssets(
         peft_config,
         adapted.description,
@@ -144,6 +145,5 @@ def adapter_assets(
         base=identity,
         tokenizer=preprocessor,
         base_dir=directory,
-        model_config=config,
-        further=further,
+        further=files,
     )

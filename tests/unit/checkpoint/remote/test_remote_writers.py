@@ -68,7 +68,7 @@ def overtake(url: str, root: Path, memory: Path) -> RemoteRun:
     """A later start, which begins anew and reaches the first checkpoint."""
     run = RemoteRun(Store(url))
     run.take_over()
-    run.supersede(list(map(str, run.names())), "it began anew", "val_loss", "min")
+    run.supersede(list(map(str, run.names())), "val_loss", "min")
     push_checkpoint(run, root / FIRST, memory, num_threads=1)
     run.point("val_loss", "min")
     return run
