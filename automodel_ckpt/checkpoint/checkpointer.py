@@ -195,7 +195,7 @@ class Checkpointer:
             return
         if directories.is_one:
             # What this start found is complete here.
-            directories.release()
+            directories.nodes.release()
             return
         self.loader.on_nodes = directories.on_nodes
         check_node_options(self._options)
@@ -502,7 +502,7 @@ class Checkpointer:
             saves.close()
         self.transfers.close()
         if self._directories is not None:
-            self._directories.release()
+            self._directories.nodes.release()
         # Last: until here, removals and a background save may write in the directory.
         self.run.release()
 

@@ -26,6 +26,11 @@ from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import file_system_of
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.memory.save_files import (
+    EARLIER_LOGS,
+    remove_set_aside,
+    saves_set_aside,
+)
 from automodel_ckpt.checkpoint.options import CheckpointOptions
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
@@ -93,12 +98,11 @@ class NodeDirectories:
         self.root = root
         self._group, self._level, self._convert = group, level, convert
         self._rank = 0 if group is None else dist.get_rank(group)
-        self._check_same_path()
         with agree.raise_on_all_ranks(group, convert):
             commit.make_run_directory(root)
-        of_ranks = [tuple(range(agree.size(group)))]
         from automodel_ckpt.checkpoint.memory.nodes import Nodes, nodes_of_ranks
 
+        of_ranks = [tuple(range(agree.size(group)))]
         if not is_shared:
             of_ranks = nodes_of_ranks(root, group, convert)
         self.nodes = Nodes(
@@ -131,11 +135,6 @@ class NodeDirectories:
         self._bring_logs(generations)
         self.find()
 
-    @staticmethod
-    def were_used(root: Path, group: ProcessGroup | None) -> bool:
-        """Whether an earlier start has distributed checkpoints over directories *root*. Collective."""
-        return any(agree.gather_objects(group, (root / layout.GENERATION).exists()))
-
     @property
     def is_one(self) -> bool:
         """Whether all ranks have the same directory."""
@@ -145,16 +144,6 @@ class NodeDirectories:
     def generation(self) -> str:
         """The name of the present generation, for the manifests of its checkpoints."""
         return self._generation.name
-
-    def _check_same_path(self) -> None:
-        paths = sorted(set(agree.gather_objects(self._group, str(self.root))))
-        if len(paths) > 1:
-            raise RecipeError(
-                "the nodes have different directories for the checkpoints of this run",
-                where="checkpoint.scratch_dir",
-                value=", ".join(paths),
-                hint="set checkpoint.scratch_dir to a path that exists on all nodes",
-            )
 
     def _bring_logs(self, generations: Sequence[RunGeneration]) -> None:
         """Bring the logs of the last start to rank 0's node. *generations* are the generations of all ranks' nodes.
@@ -208,8 +197,6 @@ class NodeDirectories:
         os.rename(staged, target)
 
     def _logs_of(self, number: int) -> Path:
-        from automodel_ckpt.checkpoint.memory.save_files import EARLIER_LOGS
-
         return self.root / f"{EARLIER_LOGS}{number}"
 
     def find(self) -> None:
@@ -229,12 +216,16 @@ class NodeDirectories:
         self._restore_logs(step)
         has_gone_on = of_generation == self._generation.name
         later = None if abandons_later else self._later_checkpoint(step, has_gone_on=has_gone_on)
-        postponed = self._postponed(later)
-        kept = []
-        for path, checkpoint in self.on_nodes.items():
-            name = layout.parse_checkpoint_name(path.name)
-            if name is not None and name.step <= step:
-                kept.append(checkpoint.digest)
+        postponed = Postponed()
+        if later is not None:
+            postponed = self._generation.postponed
+            if later.digest != postponed.digest:
+                postponed = Postponed(later.digest, self._generation.number)
+        kept = [
+            checkpoint.digest
+            for path, checkpoint in self.on_nodes.items()
+            if _step_of(path) <= step
+        ]
         generation = agree.broadcast_object(self._group, self._generation.next(kept, postponed))
         with agree.raise_on_all_ranks(self._group, self._convert):
             if postponed.digest:
@@ -246,8 +237,6 @@ class NodeDirectories:
         own: list[str] = []
         with agree.raise_on_all_ranks(self._group, self._convert):
             if self.nodes.is_leader:
-                from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
-
                 own = remove_set_aside(self.root, postponed.digest)
         by_rank = agree.gather_objects(self._group, own)
         removed = sorted({name for names in by_rank for name in names})
@@ -267,8 +256,6 @@ class NodeDirectories:
         own: list[Summary] = []
         with agree.raise_on_all_ranks(self._group, self._convert):
             if self.nodes.is_leader:
-                from automodel_ckpt.checkpoint.memory.save_files import saves_set_aside
-
                 own = saves_set_aside(self.root)
         found = [each for of_rank in agree.gather_objects(self._group, own) for each in of_rank]
         if self._checkpoint_at(step) is not None:
@@ -281,20 +268,9 @@ class NodeDirectories:
                 later.append(each)
         return max(later, key=lambda each: (each.step, each.digest), default=None)
 
-    def _postponed(self, later: Summary | None) -> Postponed:
-        if later is None:
-            return Postponed()
-        before = self._generation.postponed
-        return (
-            before
-            if later.digest == before.digest
-            else Postponed(later.digest, self._generation.number)
-        )
-
     def _checkpoint_at(self, step: int) -> CheckpointOnNodes | None:
         for path, checkpoint in self.on_nodes.items():
-            name = layout.parse_checkpoint_name(path.name)
-            if name is not None and name.step == step:
+            if _step_of(path) == step:
                 return checkpoint
         return None
 
@@ -314,9 +290,12 @@ class NodeDirectories:
         if with_logs:
             self._copy_logs(directory, with_logs)
 
-    def release(self) -> None:
-        """End the process of this node. Not collective."""
-        self.nodes.release()
+
+def _step_of(path: Path) -> int:
+    """The step of a checkpoint that :func:`~.memory.survey.survey` has found."""
+    name = layout.parse_checkpoint_name(path.name)
+    assert name is not None
+    return name.step
 
 
 def _read_logs(directory: Path) -> dict[str, bytes]:
@@ -343,7 +322,8 @@ def open_node_directories(
         without = ranks_without_storage(root, rank, group)
     if without and not is_scratch_directory(root, options):
         raise no_shared_storage(root, without)
-    if not without and not NodeDirectories.were_used(root, group):
+    # An earlier start may have distributed checkpoints over the nodes.
+    if not without and not any(agree.gather_objects(group, (root / layout.GENERATION).exists())):
         return None
     convert = partial(as_failure, doing="opening the run directory", where=root, kind=RecipeError)
     return NodeDirectories(root, group, options.verify, convert, is_shared=not without)

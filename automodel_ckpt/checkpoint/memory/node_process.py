@@ -190,14 +190,18 @@ class Sender:
 
     def run(self, do: str, to: Sequence[Address], **fields: Any) -> None:
         """Run a command of the trainer on the nodes *to*. Raises :class:`NodeFailed` and OSError."""
-        commands: dict[str, Callable[..., None]] = {
-            "copy": self._copy,
-            "deliver": self._deliver,
-            "publish": self._publish,
-            "report": self._server.hang_reports.start,
-            "keep": self._keep,
-        }
-        commands[do](to, **fields)
+        if do == "report":
+            self._server.hang_reports.start(to)
+        elif do == "copy":
+            self._copy(to, **fields)
+        elif do == "deliver":
+            self._deliver(to, **fields)
+        else:
+            if do == "publish":
+                # Here and not in the trainer: the manifest of a large run is megabytes of JSON.
+                fields["digest"] = Summary.read(self._server.root / fields["staging"]).digest
+            document = {"do": do, **fields}
+            _on_each(to, partial(command, token=self._server.token, document=document))
 
     def _copy(self, targets: Sequence[Address], staging: str) -> None:
         """Send the files of this node in *staging* that were not sent yet."""
@@ -217,17 +221,6 @@ class Sender:
                 send_file(target, self._server.token, self._server.root, name, self._throttle)
 
         _on_each(targets, send_all)
-
-    def _publish(self, targets: Sequence[Address], staging: str, name: str) -> None:
-        # Here and not in the trainer: the manifest of a large run is megabytes of JSON.
-        digest = Summary.read(self._server.root / staging).digest
-        self._change(targets, do="publish", staging=staging, name=name, digest=digest)
-
-    def _keep(self, targets: Sequence[Address], names: Sequence[str]) -> None:
-        self._change(targets, do="keep", names=names)
-
-    def _change(self, targets: Iterable[Address], **document: Any) -> None:
-        _on_each(targets, partial(command, token=self._server.token, document=document))
 
 
 def _on_each(targets: Iterable[Address], work: Callable[[Address], None]) -> None:

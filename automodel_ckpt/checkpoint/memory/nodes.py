@@ -68,8 +68,17 @@ def nodes_of_ranks(
     """Group the ranks by the file system that *directory* is on, which exists. Collective.
 
     Ranks on different machines have different ones; containers of one machine may share one. The groups are ordered by
-    their first ranks. Raises OSError on all ranks, converted by *convert*.
+    their first ranks. Raises OSError on all ranks, converted by *convert*, and :class:`RecipeError` if the path is not
+    the same on all of them.
     """
+    paths = sorted(set(agree.gather_objects(group, str(directory))))
+    if len(paths) > 1:
+        raise RecipeError(
+            "the ranks have different directories for the checkpoints of this run",
+            where="checkpoint.scratch_dir, checkpoint.memory.directory",
+            value=", ".join(paths),
+            hint="set these to paths that exist on all nodes, and run all ranks as the same user",
+        )
     identity: tuple[Any, ...] = ()
     with agree.raise_on_all_ranks(group, convert):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -266,21 +275,8 @@ def open_memory(
     directory = parent
     with agree.raise_on_all_ranks(group, convert):
         directory = make_directory(parent, record.identity)
-    _check_same_path(directory, group)
     of_ranks = nodes_of_ranks(directory, group, convert)
     with agree.raise_on_all_ranks(group, convert):
         if any(ranks[0] == rank for ranks in of_ranks):
             claim_directory(directory, run, record.identity)
     return OpenedMemory(directory, of_ranks, record)
-
-
-def _check_same_path(directory: Path, group: ProcessGroup | None) -> None:
-    """Raise :class:`RecipeError` on all ranks if the path is not the same on all of them: the user IDs differ."""
-    paths = sorted(set(agree.gather_objects(group, str(directory))))
-    if len(paths) > 1:
-        raise RecipeError(
-            "the ranks of the run belong to different users",
-            where="checkpoint.memory.directory",
-            value=", ".join(paths),
-            hint="run all ranks as the same user, or remove checkpoint.memory",
-        )

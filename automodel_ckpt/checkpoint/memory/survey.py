@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
@@ -44,16 +43,10 @@ from automodel_ckpt.parallel.ranks import agree
 
 log = logging.getLogger("automodel_ckpt")
 
-
 _Save = tuple[str, str]
 """The name of a checkpoint, and the digest of its manifest."""
-
-
-class _Holding(NamedTuple):
-    """What a node has of a save: the sizes of its files, and whether it has the manifest."""
-
-    sizes: Mapping[str, int]
-    has_manifest: bool
+_Holding = Mapping[str, int]
+"""The sizes of the files that a node has of a save. The manifest is among them only if it can be read."""
 
 
 @dataclass(slots=True)
@@ -139,7 +132,7 @@ def survey(
     found: dict[Path, CheckpointOnNodes] = {}
     # Sorted: all ranks must examine the same saves in the same order.
     for save in sorted({save for of_node in of_nodes for save in of_node}):
-        holdings = [of_node.get(save) for of_node in of_nodes]
+        holdings = [of_node.get(save, {}) for of_node in of_nodes]
         checkpoint = _examine(nodes, group, level, is_current, save, holdings)
         if checkpoint is not None:
             found[checkpoint.path] = checkpoint
@@ -162,7 +155,9 @@ def _holdings(directory: Path) -> Iterator[tuple[_Save, _Holding]]:
             except OSError as error:
                 log.warning("%s in memory is not used: %s", path, error)
                 continue
-            yield (str(name), digest), _Holding(sizes, has_manifest)
+            if not has_manifest:
+                sizes.pop(layout.MANIFEST, None)
+            yield (str(name), digest), sizes
 
 
 def _examine(
@@ -171,7 +166,7 @@ def _examine(
     level: Level,
     is_current: Callable[[Summary], bool],
     save: _Save,
-    holdings: Sequence[_Holding | None],
+    holdings: Sequence[_Holding],
 ) -> CheckpointOnNodes | None:
     """Find where the files of a save are. Collective.
 
@@ -181,7 +176,7 @@ def _examine(
     sources = [
         node.ranks[0]
         for node, holding in zip(nodes.nodes, holdings, strict=True)
-        if holding is not None and holding.has_manifest
+        if layout.MANIFEST in holding
     ]
     if not sources:
         return None
@@ -201,9 +196,7 @@ def _examine(
     records = _without_tables(data, path).files
     whole: list[str] = []
     with agree.raise_on_all_ranks(group):
-        mine = holdings[nodes.own]
-        if mine is not None:
-            whole = _whole_files(nodes, path, mine.sizes, records, level)
+        whole = _whole_files(nodes, path, holdings[nodes.own], records, level)
     of_ranks = agree.gather_objects(group, whole)
     holders: dict[str, list[int]] = {file: [] for file in records}
     for number, node in enumerate(nodes.nodes):
@@ -223,7 +216,7 @@ def _without_tables(data: bytes, path: Path) -> Manifest:
 def _whole_files(
     nodes: Nodes,
     path: Path,
-    sizes: Mapping[str, int],
+    sizes: _Holding,
     records: Mapping[str, FileRecord],
     level: Level,
 ) -> list[str]:

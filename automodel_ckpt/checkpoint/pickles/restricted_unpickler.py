@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar, NoReturn
 
@@ -58,9 +57,10 @@ _DATA_OPCODES = (
 class RestrictedUnpickler(_PythonUnpickler):  # type: ignore[misc]
     """Runs a pickle program with a limited set of instructions.
 
-    A subclass lists further opcodes in *extra_opcodes* and implements :meth:`find_class`, :meth:`persistent_load`,
-    :meth:`call`, :meth:`build` and :meth:`fill`. Each raises :class:`Fault` for what it does not allow. :meth:`load`
-    also raises whatever a damaged program makes Python's reader raise (any Exception).
+    A subclass lists further opcodes in *extra_opcodes* and implements those of :meth:`find_class`,
+    :meth:`persistent_load`, :meth:`call`, :meth:`build` and :meth:`fill` that it needs; the others reject. Each raises
+    :class:`Fault` for what it does not allow. :meth:`load` also raises whatever a damaged program makes Python's reader
+    raise (any Exception).
     """
 
     extra_opcodes: ClassVar[tuple[str, ...]] = ()
@@ -72,25 +72,25 @@ class RestrictedUnpickler(_PythonUnpickler):  # type: ignore[misc]
     def __init__(self, program: bytes) -> None:
         super().__init__(io.BytesIO(program), encoding="utf-8")
 
-    @abstractmethod
     def find_class(self, module: str, name: str) -> Any:
         """Return the replacement of the global *module*.*name* in this program."""
+        self.reject()
 
-    @abstractmethod
     def persistent_load(self, saved_id: Any) -> Any:
         """Return what the persistent id *saved_id* refers to: the storage of a tensor."""
+        self.reject()
 
-    @abstractmethod
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         """Return the result of the call ``function(*arguments)`` in the program (REDUCE)."""
+        self.reject()
 
-    @abstractmethod
     def build(self, target: Any, state: Any) -> None:
         """Apply the *state* that the program gives to the object *target* (BUILD)."""
+        self.reject()
 
-    @abstractmethod
     def fill(self, target: Any, items: list[Any]) -> None:
         """Add *items*, alternating keys and values, to *target* (SETITEM and SETITEMS)."""
+        self.reject()
 
     def reject(self) -> NoReturn:
         """Raise :class:`Fault` for an instruction that the program must not contain."""

@@ -63,18 +63,6 @@ def _value(archive: bytes) -> Any:
 class _PlainReader(RestrictedUnpickler):
     """Reads numbers, text and containers. Whatever else a pickle has is rejected."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        self.reject()
-
-    def persistent_load(self, saved_id: Any) -> Any:
-        self.reject()
-
-    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        self.reject()
-
-    def build(self, target: Any, state: Any) -> None:
-        self.reject()
-
     def fill(self, target: Any, items: list[Any]) -> None:
         # The hash of a nested tuple would take stack for each of its levels.
         if type(target) is not dict or not all(type(key) in (str, int) for key in items[::2]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state.mismatch import unusable
 from automodel_ckpt.checkpoint.state.module_tensors import (
     StoredLayout,
     adapter_keys,
@@ -31,11 +33,9 @@ from automodel_ckpt.checkpoint.state.quantized_tensors import (
     dequantized_rows,
     read_rows,
 )
-from automodel_ckpt.errors import CheckpointUnusable
 
 NewRows = Literal["mean", "init"]
 _BLOCK_BYTES = 16 << 20
-_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +53,10 @@ class Filling:
 
 
 def module_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """(global shapes of this rank's stored tensors of *module* by FQN, {tied name: stored name})."""
-    state, tied = module_state(module)
-    return _shapes(state), tied
-
-
-def whole_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """(global shapes of the stored tensors of *module* on all ranks by FQN, {tied name: stored name})."""
     state, tied = complete_state(module)
-    return _shapes(state), dict(tied)
-
-
-def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     tensors = {fqn: value for fqn, value in state.items() if isinstance(value, torch.Tensor)}
-    return {fqn: tuple(tensor.shape) for fqn, tensor in tensors.items()}
+    return {fqn: tuple(tensor.shape) for fqn, tensor in tensors.items()}, dict(tied)
 
 
 def fill_module(
@@ -110,7 +100,7 @@ def fill_module(
 def _check_types(state: Mapping[str, Any], fillings: Mapping[str, Filling]) -> None:
     """Raise :class:`CheckpointUnusable` for integers and other quantized values that would become weights unscaled."""
     faults: list[str] = []
-    path = None
+    path = Path()
     for fqn, filling in fillings.items():
         if filling.quantized is not None or fqn not in state:
             continue
@@ -119,14 +109,13 @@ def _check_types(state: Mapping[str, Any], fillings: Mapping[str, Filling]) -> N
         if not is_float or stored.dtype in ORDINARY_FLOATS or DTYPES.get(stored.dtype) == target:
             continue
         faults.append(f"{filling.name}: {stored.dtype}, here {str(target).removeprefix('torch.')}")
-        path = path or filling.source.root
+        path = filling.source.root
     if faults:
-        more = f"\n    and {len(faults) - _MAX_NAMED} more" if len(faults) > _MAX_NAMED else ""
-        raise CheckpointUnusable(
+        raise unusable(
+            path,
             "these values are not weights as they are: they are quantized, or of another kind",
-            where=str(path),
-            value="\n    " + "\n    ".join(faults[:_MAX_NAMED]) + more,
-            hint="use weights in float32, bfloat16 or float16; dequantize these with the program that quantized them",
+            faults,
+            "use weights in float32, bfloat16 or float16; dequantize these with the program that quantized them",
         )
 
 

@@ -63,6 +63,7 @@ class Loader:
         self.started_anew: frozenset[str] = frozenset()
         """The optimizers, and their LR schedulers, that :meth:`load` left without the saved state."""
         self._module_states: dict[str, tuple[dict[str, Any], dict[str, str]]] = {}
+        """The :func:`module_state` of each module: its tensors themselves, collected once."""
 
     def load(self, items: list[Item]) -> None:
         """Load all *items*. Random number generators are loaded last: loading must not advance them.
@@ -117,12 +118,12 @@ class Loader:
                 continue
             saved_name, _ = matched[item.name]
             tree = self._tree(item, saved_name)
-            lines += differences(tree, self._complete_state(item), self._casts(item, tree))
+            lines += differences(tree, self._complete_state(item)[0], self._casts(item, tree))
         return lines
 
     def _check_module(self, item: Item, tree: Tree) -> None:
         """Raise :class:`CheckpointUnusable` if *tree* is not a state of the module."""
-        state, casts = self._complete_state(item), self._casts(item, tree)
+        (state, _), casts = self._complete_state(item), self._casts(item, tree)
         check_differences(self._path, item, tree, state, cast=casts)
         if casts and self._ranks.rank == 0:
             log.info(
@@ -137,7 +138,7 @@ class Loader:
 
         That is no difference: a base in 16 bits can be in float32 on another device.
         """
-        names = cast_names(tree, self._complete_state(item))
+        names = cast_names(tree, self._complete_state(item)[0])
         return names & frozen_names(item.value) if names else names
 
     def _tree(self, item: Item, saved_name: str) -> Tree:
@@ -150,7 +151,7 @@ class Loader:
         tree = self._manifest.trees[saved_name]
         if item.kind != "module":
             return tree
-        state, tied = complete_state(item.value, self._module_state(item))
+        state, tied = self._complete_state(item)
         tensors = dict(tree.tensors)
         for alias, stored in tied.items():
             if alias in tensors and stored in tensors:
@@ -163,14 +164,8 @@ class Loader:
                 tensors[alias] = tensors[stored].renamed(alias)
         return tree if tensors.keys() == tree.tensors.keys() else replace(tree, tensors=tensors)
 
-    def _module_state(self, item: Item) -> tuple[dict[str, Any], dict[str, str]]:
-        """The :func:`module_state` of a module: its tensors themselves, collected once."""
-        if item.name not in self._module_states:
-            self._module_states[item.name] = module_state(item.value)
-        return self._module_states[item.name]
-
-    def _complete_state(self, item: Item) -> Mapping[str, Any]:
-        return complete_state(item.value, self._module_state(item))[0]
+    def _complete_state(self, item: Item) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+        return complete_state(item.value, self._module_states[item.name])
 
     def _match(self, items: list[Item]) -> dict[str, tuple[str, StateRecord]]:
         """{attribute: (saved name, record)}. Raises :class:`CheckpointUnusable` that lists what is on one side only."""
@@ -204,6 +199,8 @@ class Loader:
                 by_name[each_name] = (name, record)
         matched: dict[str, tuple[str, StateRecord]] = {}
         lines: list[str] = []
+        modules = {item.name: item.value for item in items if item.kind == "module"}
+        self._module_states = {name: module_state(module) for name, module in modules.items()}
         taken: set[str] = set()
         for item in items:
             names = [name for name in (item.name, *item.aliases) if name in by_name]
@@ -223,7 +220,7 @@ class Loader:
         return matched, lines
 
     def _load_module(self, item: Item, tree: Tree) -> None:
-        state, tied = self._module_state(item)
+        state, tied = self._module_states[item.name]
         read_tree(self._path, tree, state, self._remote)
         set_module_state(item.value, state, tied, strict=True)
 
@@ -266,9 +263,10 @@ class Loader:
                 f"resume on the same number of ranks, or --checkpoint.allow_missing_state '[{item.name}]'",
             )
         if self._ranks.rank == 0:
-            same = self._manifest.world_size == self._ranks.world_size
-            what = "The data-parallel size changed" if same else "The number of ranks changed"
-            log.warning("%s: %s is recomputed from the seed and the step", what, item.name)
+            log.warning(
+                "The number of ranks or the data-parallel size changed: %s is recomputed from the seed and the step",
+                item.name,
+            )
         derive(self._manifest.step)
 
     def _file_of(self, record: StateRecord) -> str | None:

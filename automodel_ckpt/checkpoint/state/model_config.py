@@ -87,21 +87,19 @@ def saved_config(checkpoint: Path, directory: str) -> dict[str, Any] | None:
     """
     for name in (f"{directory}/{layout.HF_METADATA}/{CONFIG}", f"{directory}/{CONFIG}"):
         try:
-            config = parse_json(read_safely(checkpoint, name, limit=_MAX_BYTES))
+            config: dict[str, Any] = parse_json(read_safely(checkpoint, name, limit=_MAX_BYTES))
+            if not isinstance(config, dict):
+                raise ValueError("not a mapping")
+            return config
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            config, reason = None, str(error)
-        else:
-            reason = "not a mapping"
-        if not isinstance(config, dict):
             raise CheckpointUnusable(
                 "the model's config in the checkpoint cannot be read",
                 where=str(checkpoint / name),
-                value=reason[:_SHOWN_LETTERS],
+                value=str(error)[:_SHOWN_LETTERS],
                 hint="resume from another checkpoint (checkpoint.restore_from)",
-            )
-        return config
+            ) from error
     return None
 
 
@@ -137,16 +135,15 @@ def model_changes(checkpoint: Path, configs: Mapping[str, bytes]) -> ConfigChang
 
     A module that was saved without a config is not compared. Raises :class:`CheckpointUnusable` for a damaged file.
     """
-    function: list[str] = []
-    training: list[str] = []
+    found = ConfigChanges()
     for name, content in configs.items():
         saved = saved_config(checkpoint, layout.state_directory(name))
-        if saved is None:
-            continue
-        changes = config_changes(saved, json.loads(content))
-        function += changes.function
-        training += changes.training
-    return ConfigChanges(tuple(function), tuple(training))
+        if saved is not None:
+            changes = config_changes(saved, json.loads(content))
+            found = ConfigChanges(
+                found.function + changes.function, found.training + changes.training
+            )
+    return found
 
 
 def require_same_function(checkpoint: Path, changes: ConfigChanges) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,7 +135,7 @@ def module_state(
     """
     layout = layout or stored_layout(module)
     state = model_state_dict(module, detached=detached)
-    kept, tied = stored_names(module, state, layout=layout)
+    kept, tied = stored_names(module, state, layout)
     return stored_values(state, kept, layout), tied
 
 
@@ -185,20 +185,14 @@ def complete_state(
 
 
 def stored_names(
-    module: nn.Module,
-    state: Mapping[str, Any],
-    tensors: Iterable[tuple[str, Any]] | None = None,
-    layout: StoredLayout | None = None,
+    module: nn.Module, state: Mapping[str, Any], layout: StoredLayout | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """({stored name: FQN}, {left-out name: stored name}) of a module's *state*, as in :func:`module_state`.
-
-    *tensors* are the module's own by name, if the caller has them; collecting them takes longer than everything else.
-    """
+    """({stored name: FQN}, {left-out name: stored name}) of a module's *state*, as in :func:`module_state`."""
     keys = adapter_keys(unwrap(module), state)
     if keys is not None:
         return {key: fqn for fqn, key in keys.items()}, {}
     layout = layout or stored_layout(module)
-    tied = tied_names(unwrap(module), state) if tensors is None else _tied(unwrap(module), tensors)
+    tied = _tied_names(unwrap(module), state)
     kept: dict[str, str] = {}
     for fqn in state:
         if fqn not in tied and fqn not in layout.rows:
@@ -222,7 +216,9 @@ def stored_values(
     values: dict[str, Any] = {}
     for name, fqn in kept.items():
         if fqn in local_rows:
-            values[name] = _view(*local_rows[fqn], layout.rows[fqn][name])
+            rows, first = local_rows[fqn]
+            row, columns = layout.rows[fqn][name]
+            values[name] = rows[row - first][columns]
         else:
             values[name] = state[fqn]
     return values
@@ -249,11 +245,6 @@ def _local_rows(value: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This rank's rows of a tensor, and the number of the first."""
     box = local_box(value)
     return local_tensor(value).detach(), box.offsets[0] if box is not None else 0
-
-
-def _view(rows: torch.Tensor, first: int, part: RowPart) -> torch.Tensor:
-    row, columns = part
-    return rows[row - first][columns]
 
 
 def adapter_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str] | None:
@@ -291,35 +282,25 @@ def adapter_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str] 
     return keys
 
 
-def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
-    """{name: the name it is tied to} for all but one of the names of the same memory in the module."""
-    present = set(state)
-    tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    return _tied(module, ((name, tensor) for name, tensor in tensors if name in present))
-
-
-def _tied(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """{name: the name it is tied to} among the names of *tensors* that are the same elements of the same memory.
+def _tied_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """{name: the name it is tied to} for all but one of the names in *state* of the same elements of the same memory.
 
     Tensors that share a part of their memory are not tied.
     """
-    by_address: dict[int, list[tuple[str, Any]]] = {}
-    for name, tensor in tensors:
-        by_address.setdefault(_address(tensor), []).append((name, tensor))
-    names: list[list[str]] = []
-    for group in by_address.values():
-        if len(group) > 1:
-            names += _same_elements(group)
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        if name in state:
+            groups.setdefault(_elements_of(tensor), []).append(name)
     declared = set(
         getattr(module, "all_tied_weights_keys", None)
         or getattr(module, "_tied_weights_keys", None)
         or ()
     )
     tied: dict[str, str] = {}
-    for members in names:
+    for members in groups.values():
         stored = next((name for name in members if name not in declared), members[0])
         for name in members:
             if name != stored:
@@ -327,22 +308,15 @@ def _tied(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> dict[str, st
     return tied
 
 
-def _address(tensor: Any) -> int:
-    """The address of the first element of *tensor*; its identity if it has no memory that it can share."""
+def _elements_of(tensor: torch.Tensor) -> Any:
+    """A value that is equal for tensors with the same elements of the same memory.
+
+    It is the identity of a tensor that has no memory that it can share.
+    """
     # Tensors of other types, such as DTensors, may have no memory, or another one than they state.
     # parallelize_module silently unties weights (torch 2.13): tie them again after it.
-    if type(tensor) not in _PLAIN_TENSORS or tensor.layout is not torch.strided:
+    is_plain = type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided
+    # The address is 0 for the meta device and for released memory.
+    if not is_plain or not tensor.numel() or not tensor.data_ptr():
         return id(tensor)
-    # 0 for the meta device, for released memory and for tensors without elements.
-    return tensor.data_ptr() or id(tensor)
-
-
-def _same_elements(tensors: Iterable[tuple[str, Any]]) -> list[list[str]]:
-    """The names of each group of *tensors* with one address that are the same object, or the same elements."""
-    groups: dict[Any, list[str]] = {}
-    for name, tensor in tensors:
-        key: Any = id(tensor)
-        if tensor.numel() and _address(tensor) != key:
-            key = (tensor.dtype, tensor.shape, tensor.stride())
-        groups.setdefault(key, []).append(name)
-    return list(groups.values())
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -7,7 +7,7 @@ the resumed run continues exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -92,10 +92,9 @@ def other_kind(saved: Mapping[str, Any], scheduler: Any) -> str | None:
     """
     before = _settings_of(saved)
     now = _settings_of(scheduler.state_dict())
-    only_saved, only_here = sorted(before - now), sorted(now - before)
     is_of_torch = type(scheduler).__module__.startswith("torch.optim.")
-    is_same = not only_saved and not only_here
-    if not before or is_same or not (is_of_torch or (only_saved and only_here)):
+    has_other = before - now and now - before
+    if not before or before == now or not (is_of_torch or has_other):
         return None
     name = type(scheduler).__name__
     return f"~ saved with {', '.join(sorted(before))}; {name} has {', '.join(sorted(now)) or 'none of these'}"
@@ -128,7 +127,7 @@ def match_groups(
         if untrained:
             reason = f"trains {untrained[0]}, which was not trained"
             mismatched.append(f"+ {name}.param_groups.{number}: {reason}")
-        elif not _have_equal_options(name, tree, found):
+        elif any(_options(name, tree, other) != _options(name, tree, found[0]) for other in found):
             numbers = " and ".join(map(str, found))
             mismatched.append(
                 f"~ {name}.param_groups.{number}: saved as groups {numbers} {DIVIDED}"
@@ -137,7 +136,9 @@ def match_groups(
         # any number does.
         sources.append(found[0] if found else 0)
     left_out = set(group_of) - {fqn for group in here for fqn in group}
-    left_out -= _without_state(name, tree, left_out)
+    with_tensors = {fqn for fqn, _ in saved_entries(name, tree.tensors)}
+    if with_tensors:
+        left_out &= with_tensors
     for number, group in enumerate(saved):
         not_trained = [fqn for fqn in group if fqn in left_out]
         if not_trained:
@@ -146,19 +147,8 @@ def match_groups(
     return GroupMatch(name, tuple(sources), len(saved), tuple(mismatched))
 
 
-def _without_state(name: str, tree: Tree, fqns: set[str]) -> set[str]:
-    """Return the *fqns* for which the optimizer *name* has no tensors in *tree*; an empty set if it has no tensors."""
-    found = {fqn for fqn, _ in saved_entries(name, tree.tensors)}
-    return fqns - found if found else set()
-
-
-def _have_equal_options(name: str, tree: Tree, numbers: Iterable[int]) -> bool:
-    """Whether the saved groups with these *numbers* have the same options, as far as their stored digests show."""
-    options = [_options(name, tree, number) for number in numbers]
-    return all(each == options[0] for each in options)
-
-
 def _options(name: str, tree: Tree, number: int) -> dict[str, object]:
+    """What shows whether two saved groups have the same options, as far as their stored digests do."""
     prefix = _prefix(name, number)
     found: dict[str, object] = {
         key: tensor for key, tensor in tree.tensors.items() if key.startswith(prefix)

@@ -110,11 +110,10 @@ def _float8(
         scales = tensors.get(name + suffix)
         if scales is None:
             continue
-        if values.dtype not in _FLOAT8 or scales.dtype not in _SCALE_TYPES:
-            kinds = f"{values.dtype} with scales in {scales.dtype}"
-            raise UnsupportedQuantization(f"it is quantized ({name} in {kinds})")
-        if len(values.shape) < 2:
-            raise UnsupportedQuantization(f"it is quantized ({name} of shape {values.shape})")
+        is_expected = values.dtype in _FLOAT8 and scales.dtype in _SCALE_TYPES
+        if not is_expected or len(values.shape) < 2:
+            form = f"{values.dtype} of shape {values.shape} with scales in {scales.dtype}"
+            raise UnsupportedQuantization(f"it is quantized ({name} in {form})")
         size = _block_of(name, values.shape, scales.shape, block)
         yield name, QuantizedTensor("float8", values.shape, name, name + suffix, size)
 

@@ -138,8 +138,8 @@ class _Walk:
     _repeated: int = 0
     _dtypes: dict[int, torch.dtype] = field(default_factory=dict)
 
-    def visit(self, key: str, value: Any, depth: int = 0, *, again: bool = False) -> None:
-        """Visit a value under the dotted *key*; *again*: it is in a container that was visited before."""
+    def visit(self, key: str, value: Any, depth: int = 0) -> None:
+        """Visit a value under the dotted *key*, in *depth* containers."""
         kind = type(value)
         self.digest.update(f"{key}\0{kind.__name__}\0".encode(errors="surrogatepass"))
         if depth > _MAX_DEPTH:
@@ -150,7 +150,7 @@ class _Walk:
         elif kind in _SCALARS:
             self.digest.update(_bytes_of(value))
         elif kind in _MAPPINGS or kind in _SEQUENCES:
-            self._container(key, value, depth, again)
+            self._container(key, value, depth)
         elif (kind is np.ndarray or isinstance(value, np.generic)) and has_counterpart(value.dtype):
             self.digest.update(f"{value.dtype}{value.shape}".encode())
             self.digest.update(value.tobytes())
@@ -159,30 +159,28 @@ class _Walk:
         else:
             self.unsafe.append((key, _name(kind)))
 
-    def _container(self, key: str, value: Any, depth: int, again: bool) -> None:
+    def _container(self, key: str, value: Any, depth: int) -> None:
         kind = type(value)
         # Containers that contain themselves end at _MAX_DEPTH or, where they branch, at
         # _MAX_REPEATED.
-        again = again or id(value) in self._seen
-        self._seen.add(id(value))
-        if again:
+        if id(value) in self._seen:
             self._repeated += len(value)
+        self._seen.add(id(value))
         if self._repeated > _MAX_REPEATED:
-            if again:
-                # A few nested containers can have billions of paths. This reason replaces all others.
-                reason = "the same containers are referenced more than a million times"
-                self.unsafe = [(key, f"{_name(kind)}: {reason}")]
+            # A few nested containers can have billions of paths. This reason replaces all others.
+            reason = "the same containers are referenced more than a million times"
+            self.unsafe = [(key, f"{_name(kind)}: {reason}")]
             return
         if kind not in _MAPPINGS:
             # The order of a set differs between processes.
             elements = sorted(value, key=repr) if kind is set else value
             for index, element in enumerate(elements):
-                self.visit(f"{key}[{index}]", element, depth + 1, again=again)
+                self.visit(f"{key}[{index}]", element, depth + 1)
             return
         attributes = vars(value) if kind is OrderedDict else {}
         items = {**value, **attributes} if attributes else value
         for name, element in items.items():
-            self.visit(f"{key}.{name}" if key else str(name), element, depth + 1, again=again)
+            self.visit(f"{key}.{name}" if key else str(name), element, depth + 1)
             self._key(key, name)
 
     def _key(self, key: str, name: Any) -> None:

@@ -33,13 +33,13 @@ class StoredTensors:
     """Stored tensors by name. The files of their slices are relative to *root*.
 
     *recorded_at* is the time, in nanoseconds since 1970, at which the digests were recorded, after all files had been
-    written. The bytes of a file that has changed since are compared with its digests before the digests are used. With
-    None, the bytes of all files are compared, because users edit the files of exports. With infinity, none are.
+    written. The bytes of a file that has changed since are compared with its digests before the digests are used. By
+    default, the bytes of all files are compared, because users edit the files of exports. With infinity, none are.
     """
 
     root: Path
     tensors: Mapping[str, Tensor]
-    recorded_at: float | None = None
+    recorded_at: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,8 @@ def _changed_files(side: StoredTensors) -> set[str]:
     """Return the files that may have changed since the digests of their tensors were recorded."""
     if side.recorded_at == math.inf:
         return set()
-    files = {stored.file for tensor in side.tensors.values() for stored in tensor.slices}
-    if side.recorded_at is None:
-        return files
     changed = set()
-    for file in files:
+    for file in {stored.file for tensor in side.tensors.values() for stored in tensor.slices}:
         try:
             is_changed = os.stat(side.root / file).st_mtime_ns > side.recorded_at
         except OSError:

@@ -25,7 +25,6 @@ from automodel_ckpt.checkpoint.state.fill_modules import (
     NewRows,
     fill_module,
     module_shapes,
-    whole_shapes,
 )
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.keys.model import InitFromConfig, InitFromSource
@@ -159,7 +158,7 @@ class Start:
         shapes: dict[str, Any] = {}
         tied: dict[str, str] = {}
         for name, module in self._modules.items():
-            own_shapes, own_tied = whole_shapes(module)
+            own_shapes, own_tied = module_shapes(module)
             shapes |= {_qualified(name, fqn): shape for fqn, shape in own_shapes.items()}
             for pair in own_tied.items():
                 alias, kept = (_qualified(name, each) for each in pair)

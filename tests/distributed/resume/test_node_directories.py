@@ -216,7 +216,7 @@ def test_what_needs_shared_storage_is_rejected_before_training(tmp_path: Path) -
         "checkpoint.model_layout",
         "checkpoint.incremental",
         "checkpoint.on_incompatible",
-        "the nodes have different directories",
+        "the ranks have different directories",
         "the ranks do not share storage",
     )
     for errors in ranks.run(rejected, 2, tmp_path):

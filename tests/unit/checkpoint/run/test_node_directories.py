@@ -32,7 +32,7 @@ def directories(root: Path) -> Iterator[NodeDirectories]:
     try:
         yield found
     finally:
-        found.release()
+        found.nodes.release()
 
 
 def names_in(root: Path) -> list[str]:

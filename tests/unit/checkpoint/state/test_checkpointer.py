@@ -539,7 +539,7 @@ def test_state_that_does_not_fit_these_ranks_is_recomputed_and_rank_0_reports_it
         assert other.sampler.value == expected
     warnings = [r.getMessage() for r in caplog.records if "recomputed" in r.getMessage()]
     assert warnings == [
-        "The data-parallel size changed: sampler is recomputed from the seed and the step"
+        "The number of ranks or the data-parallel size changed: sampler is recomputed from the seed and the step"
     ]
 
 
