@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.registry import is_name, is_own, registered
 from automodel_ckpt.config.sample_kinds import sample_problems
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import closest, join
+from automodel_ckpt.config.schema_keys import closest
 from automodel_ckpt.config.tree.extends import (
     directory_of,
     is_extended,
@@ -27,6 +27,7 @@ from automodel_ckpt.config.tree.yaml_tree import (
     Node,
     is_stream,
     lines,
+    values,
 )
 from automodel_ckpt.errors import Problem, RecipeError
 
@@ -80,7 +81,7 @@ class LoadedRecipe:
     @property
     def origins(self) -> dict[str, str]:
         """Dotted key of each value -> ``default``, ``file:line`` or the flag."""
-        return dict(_origins(self.tree, ""))
+        return {key: node.origin for key, node in values(self.tree)}
 
     def with_schema(self, schema: type[RecipeConfig]) -> LoadedRecipe:
         """Validate the parsed file and the overrides against the dataclass of a custom recipe.
@@ -265,12 +266,3 @@ def _missing_file(path: Path) -> Problem:
     what = "the recipe path is a directory" if os.path.isdir(path) else "recipe file not found"
     hint = "correct the path; ckpt-train --list lists the example recipes"
     return Problem(what, str(path.absolute()), "", hint)
-
-
-def _origins(node: Node, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, origin) for each value; a list counts as one value."""
-    if isinstance(node.value, dict) and node.value:
-        for name, child in node.children():
-            yield from _origins(child, join(key, name))
-    else:
-        yield key, node.origin

@@ -81,7 +81,7 @@ class CommandLine:
 def parse(arguments: Sequence[str], schema: type[RecipeConfig] = RecipeConfig) -> CommandLine:
     """Parse a command line; flags, recipe and overrides may be in any order."""
     words = list(arguments)
-    parser = _Parser(schema, sum(word.endswith(_SUFFIXES) for word in words))
+    parser = _Parser(schema)
     while words:
         parser.take(words)
     return parser.finish()
@@ -90,9 +90,8 @@ def parse(arguments: Sequence[str], schema: type[RecipeConfig] = RecipeConfig) -
 class _Parser:
     """Parses arguments from left to right. Binding the launch flags, in :meth:`finish`, is the last step."""
 
-    def __init__(self, schema: type[RecipeConfig], num_files: int) -> None:
+    def __init__(self, schema: type[RecipeConfig]) -> None:
         self.schema = schema
-        self.num_files = num_files
         self.line = CommandLine()
         self.launch: dict[str, Node] = {}
 
@@ -191,10 +190,8 @@ class _Parser:
         is_switch = bool in kinds and any(
             typing.get_origin(kind) is typing.Literal for kind in kinds
         )
-        has_no_value = is_last or words[0].endswith(_SUFFIXES)
-        # The only recipe is the value of no plug-in's argument: --dataset.streaming recipe.yaml.
-        is_bare = is_last or (has_no_value and self.num_files == 1)
-        if (Any in kinds and is_bare) or (is_switch and has_no_value):
+        has_no_value = is_last or (is_switch and words[0].endswith(_SUFFIXES))
+        if has_no_value and (is_switch or Any in kinds):
             return "true"
         return self._next(flag, words)
 

@@ -78,6 +78,12 @@ model.mtp | distributed.tp_size | remove tp_size (fsdp2 shards the model), or mo
 peft.use_dora | distributed.tp_size | remove peft.use_dora, or remove tp_size and use fsdp2 | DoRA needs the norms of
   unsharded weights
 peft.quantize_base | distributed.tp_size | remove peft.quantize_base, or remove tp_size
+generation | distributed.pp_size | remove generation; ckpt generate completes prompts with a checkpoint
+generation | distributed.cp_size | remove generation; ckpt generate completes prompts with a checkpoint
+evaluation.harness | distributed.pp_size | remove the section evaluation; ckpt eval runs tasks on a checkpoint
+evaluation.harness | distributed.cp_size | remove the section evaluation; ckpt eval runs tasks on a checkpoint
+evaluation.harness | distributed.sequence_parallel | remove the section evaluation; ckpt eval runs tasks on a
+  checkpoint
 """
 """Two keys that cannot be combined, what to do, and why. Lines that begin with two spaces continue the one before."""
 _NEED_MODELS = """
@@ -170,12 +176,7 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     Relation(
         ("hub.push", "validation_dataset"),
-        lambda recipe: (
-            recipe.hub is None
-            or recipe.hub.push != "best"
-            or has_validation(recipe)
-            or has_benchmarks(recipe)
-        ),
+        lambda recipe: recipe.hub is None or recipe.hub.push != "best" or has_metrics(recipe),
         "without validation, no checkpoint is the best",
         "add a validation_dataset section, or set hub.push to final or every",
     ),
@@ -184,27 +185,6 @@ RELATIONS: tuple[Relation, ...] = (
         lambda recipe: recipe.generation is None or has_validation(recipe),
         "completions are generated at validations, and there is no validation data",
         "add a validation_dataset section, or remove generation",
-    ),
-    Relation(
-        ("generation", "distributed.pp_size", "distributed.cp_size"),
-        lambda recipe: (
-            recipe.generation is None
-            or not (_asks(recipe, "distributed.pp_size") or _asks(recipe, "distributed.cp_size"))
-        ),
-        "completions cannot be generated with pipeline stages or context parallelism",
-        "remove generation; ckpt generate completes prompts with a checkpoint",
-    ),
-    Relation(
-        ("distributed.pp_size", "distributed.cp_size", "distributed.sequence_parallel"),
-        lambda recipe: (
-            not has_benchmarks(recipe)
-            or not any(
-                _asks(recipe, f"distributed.{name}")
-                for name in ("pp_size", "cp_size", "sequence_parallel")
-            )
-        ),
-        "benchmarks cannot run with pipeline stages, context parallelism or sequence parallelism",
-        "remove the section evaluation; ckpt eval runs tasks on a checkpoint",
     ),
     Relation(
         ("checkpoint.keep_last", "step_scheduler.ckpt_every_steps", "step_scheduler.on_spike"),
@@ -278,10 +258,11 @@ CONDITIONS: tuple[Condition, ...] = (
             "checkpoint.export_best",
             "checkpoint.best_metric_key",
             "checkpoint.best_mode",
+            "step_scheduler.early_stopping",
         ),
         ("validation_dataset", "validation_datasets", "evaluation"),
         has_metrics,
-        "the best checkpoint is undefined without a validation_dataset",
+        "nothing is measured without a validation_dataset",
         "add a validation_dataset section, or remove the key",
     ),
     Condition(
@@ -304,13 +285,6 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda recipe: recipe.checkpoint.enabled,
         "without checkpoints, a run cannot go back",
         "set checkpoint.enabled true, or remove on_spike",
-    ),
-    Condition(
-        ("step_scheduler.early_stopping",),
-        ("validation_dataset", "validation_datasets", "evaluation"),
-        has_metrics,
-        "nothing is measured without validation data",
-        "add a validation_dataset section, or remove the key",
     ),
     Condition(
         ("pretrain.split_documents", "pretrain.attend_across_documents"),

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from automodel_ckpt.base.hub_access import cached_commit, is_hub_name
 from automodel_ckpt.base.units import counted, measure_text
 from automodel_ckpt.base.version import __version__
@@ -56,9 +58,7 @@ _SENTENCES = "modules.json"
 _MAX_ROWS = 12
 _PACKAGES = ("automodel-ckpt", "torch", "transformers", "peft", "datasets")
 _UNSET = frozenset({"null", "[]", "{}", "''", "", "auto", "false"})
-_DATA = re.compile(
-    r"((?:validation_)?dataset|validation_datasets\.[\w-]+)\.(?:.*\.)?path(?:\.\d+)?"
-)
+_DATA = re.compile(r"((?:validation_)?dataset|validation_datasets\.[\w-]+)\.(?:.*\.)?path")
 _SETTINGS = re.compile(
     r"seed|clip_grad_norm|model\.dtype|dataset\.seq_length|(optimizer|lr_scheduler|peft|packed_sequence|qat|fp8|ema"
     r"|dpo|kto|orpo|distill|embedding|classification|reward_model|reranker|pretrain)\..+"
@@ -68,7 +68,6 @@ _SETTINGS = re.compile(
 _DEFAULTS = frozenset({"distributed.dp_replicate_size=1", "optimizer.on_resume=checkpoint"}) | {
     f"distributed.{name}_size=1" for name in ("tp", "pp", "cp", "ep")
 }
-_LIST_INDEX = re.compile(r"\.\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +242,10 @@ class Facts:
         found: list[tuple[str, str, bool]] = []
         for key, value in self.recipe.items():
             data = _DATA.fullmatch(key)
-            if data and value not in _UNSET:
-                path = _unquoted(value)
+            if data is None or value in _UNSET:
+                continue
+            paths = yaml.safe_load(value)
+            for path in map(str, paths if isinstance(paths, list) else [paths]):
                 is_on_hub = is_hub_name(path) and "/" in path and not os.path.splitext(path)[1]
                 # The last part of a local path does not contain the name of a user or a machine.
                 name = path if is_on_hub else path.rstrip("/").rpartition("/")[2]
@@ -267,8 +268,7 @@ class Facts:
             # It may be a path of this machine, or a reference to its environment.
             if any(part in text for part in ("/", "\\", "~", "${")):
                 continue
-            name = _LIST_INDEX.sub("", key)
-            found[name] = f"{found[name]}, {text}" if name in found else text
+            found[key] = text[1:-1] if text.startswith("[") else text
         return found
 
     @property

@@ -271,7 +271,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("", ["--validation_dataset.path=x"], ["hint:   add validation_dataset._target_, the name"]),
     ("recipe: llm_finetun\n", [], ["unknown recipe", "did you mean llm_finetune?"]),
     ("recipe: SFT\n", [], ["unknown recipe", "did you mean llm_finetune?"]),
-    ("seed: 1\nseed: 2\n", [], ["duplicate key 'seed' (lines 6 and 7)", "recipe.yaml:7"]),
+    ("seed: 1\nseed: 2\n", [], ["duplicate key 'seed'", "recipe.yaml:6", "recipe.yaml:7"]),
     ("seed: !!python/object/apply:os.system [x]\n", [], ["YAML tags are not allowed"]),
     ("<<: [seed]\n", [], ["a merge key (<<) needs a mapping or a list", "recipe.yaml:6"]),
     ("seed: [1\n", [], ["invalid YAML", "recipe.yaml:7"]),

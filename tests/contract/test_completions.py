@@ -141,7 +141,7 @@ def test_ranks_that_share_a_model_generate_together(
         ("generation: {prompts: [a], raw: true, system: b}\n", "generation.system has no effect"),
         (
             GENERATION + "distributed: {pp_size: 2}\n",
-            "completions cannot be generated with pipeline",
+            "generation and pp_size cannot be combined",
         ),
     ],
 )

@@ -30,7 +30,7 @@ from automodel_ckpt.config.schema_keys import unused_without_checkpoints
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.config.tree.references import is_reference
 from automodel_ckpt.config.tree.urls import with_local_directory
-from automodel_ckpt.config.tree.yaml_tree import DEFAULT, leaves
+from automodel_ckpt.config.tree.yaml_tree import DEFAULT, texts
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, hide
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 
@@ -354,7 +354,7 @@ def _recipe_change_rows(
         yield "imported", f"from {manifest.lineage.get('imported_kind')}, which has no recipe"
         yield "", f"not transferred: {', '.join(map(str, items)) or 'nothing'}"
         return
-    changed = changed_keys(saved, dict(leaves(loaded.tree)), given)
+    changed = changed_keys(saved, texts(loaded.tree), given)
     on_resume = getattr(loaded.config.optimizer, "on_resume", "checkpoint")
     schedule = str(getattr(loaded.config.lr_scheduler, "_target_", ""))
     ignored = ignored_by_resume(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,14 +104,6 @@ class ClassesOf:
 Entry = Exact | ClassesOf
 
 
-@dataclass(frozen=True)
-class Group:
-    """Entries that are listed for one *reason*."""
-
-    reason: str
-    entries: tuple[Entry, ...]
-
-
 def _object_at(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
@@ -183,171 +175,137 @@ _DATA_READING = _keywords(
     "keep_linebreaks drop_labels drop_metadata"
 )
 
-_OWN_DATASETS = Group(
-    "builders of this package: they read local data files or data sets of the Hub as data",
-    _exact(
-        "automodel_ckpt.data.",
-        """
+# Builders of this package: they read local data files or data sets of the Hub as data.
+_OWN_DATASETS = _exact(
+    "automodel_ckpt.data.",
+    """
         text.text text.prompt_completion text_pairs.text_pairs retrieval.retrieval seq2seq.source_target
         chat.messages function_calls.xlam preference.pairs kto.judged_completions kto.split_pairs mixture.mixture
         token_files.megatron token_files.nanogpt vlm.conversations vlm.image_answers vlm.transcripts squad.squad
         hellaswag.hellaswag classification.texts
         """,
-    ),
 )
-_EXAMPLE_DATASETS = Group(
-    "data of our examples: text of the Python installation, scans of scikit-learn, random images",
-    _exact(
-        "automodel_ckpt.examples.data.",
-        """
+# Data of our examples: text of the Python installation, scans of scikit-learn, random images.
+_EXAMPLE_DATASETS = _exact(
+    "automodel_ckpt.examples.data.",
+    """
         mock.random_tokens mock_images.mock_images library_topics.library_topics python_docs.language_modeling
         python_docs.docstring_pairs python_docs.preferences python_docs.judged_docstrings python_docs.documents
         python_docs.description_pairs python_docs.summaries digits.scans
         """,
+)
+# Tables read by `datasets`, which has run no script of a data set since version 4; see plugins.py.
+_HUB_DATASETS = (
+    Exact("datasets.load_dataset", _DATA_READING),
+    Exact("datasets.load_from_disk", _keywords("dataset_path keep_in_memory")),
+)
+# Optimizers: they keep parameters and numbers.
+_OPTIMIZERS = (
+    ClassesOf("torch.optim", "torch.optim.Optimizer", "torch.optim"),
+    Exact("transformers.Adafactor"),
+    Exact("automodel_ckpt.optim.adam8bit.AdamW8bit"),
+    Exact("automodel_ckpt.optim.muon.Muon"),
+)
+# Schedules of learning rates: they keep numbers.
+_SCHEDULES = (
+    ClassesOf(
+        "torch.optim.lr_scheduler",
+        "torch.optim.lr_scheduler.LRScheduler",
+        "torch.optim.lr_scheduler",
+        # These two call functions, which no recipe can have without trust.
+        pattern=r"(?!LambdaLR|MultiplicativeLR)[A-Z]\w*",
     ),
 )
-_HUB_DATASETS = Group(
-    "tables read by `datasets`, which has run no script of a data set since version 4; see plugins.py",
-    (
-        Exact("datasets.load_dataset", _DATA_READING),
-        Exact("datasets.load_from_disk", _keywords("dataset_path keep_in_memory")),
+# Losses: modules of numbers.
+_LOSSES = (ClassesOf("torch.nn", "torch.nn.modules.loss._Loss", "torch.nn.modules.loss"),)
+# Layers: modules that allocate parameters by their sizes.
+_LAYERS = (ClassesOf("torch.nn", "torch.nn.Module", "torch.nn.modules"),)
+# Collators: they pad lists of numbers.
+_COLLATORS = (
+    *_exact(
+        "automodel_ckpt.data.",
+        "collate.PadCollator image_collate.ImageTextCollator text_pairs.PairCollator seq2seq.SourceTargetCollator",
+    ),
+    *_exact(
+        "transformers.",
+        "DataCollatorForLanguageModeling DataCollatorForSeq2Seq DataCollatorForTokenClassification "
+        "DataCollatorWithFlattening DataCollatorWithPadding DefaultDataCollator",
     ),
 )
-_OPTIMIZERS = Group(
-    "optimizers: they keep parameters and numbers",
-    (
-        ClassesOf("torch.optim", "torch.optim.Optimizer", "torch.optim"),
-        Exact("transformers.Adafactor"),
-        Exact("automodel_ckpt.optim.adam8bit.AdamW8bit"),
-        Exact("automodel_ckpt.optim.muon.Muon"),
+# Tokenizers read from a directory or the Hub, never with code from there; the one of our examples.
+_TOKENIZERS = (
+    Exact("transformers.AutoTokenizer.from_pretrained", _TEXT_LOADING),
+    Exact("automodel_ckpt.examples.data.python_docs.train_tokenizer"),
+)
+# Processors read from a directory or the Hub, never with code from there; those of our examples.
+_PROCESSORS = (
+    Exact(
+        "transformers.AutoProcessor.from_pretrained",
+        _TEXT_LOADING | PROCESSOR_SETTINGS,
+    ),
+    Exact("automodel_ckpt.examples.data.digits.processor"),
+    Exact("automodel_ckpt.examples.data.tones.processor"),
+)
+# Models of transformers by their Auto class, never with code from a model's repository.
+_MODELS = (
+    ClassesOf(
+        "transformers",
+        "transformers.models.auto.auto_factory._BaseAutoModelClass",
+        "transformers.models.auto",
+        method="from_pretrained",
+        pattern=r"AutoModel\w*",
+        arguments=_LOADING
+        | _MODEL_SETTINGS
+        | _keywords("quantization_config use_safetensors variant"),
+    ),
+    ClassesOf(
+        "transformers",
+        "transformers.models.auto.auto_factory._BaseAutoModelClass",
+        "transformers.models.auto",
+        method="from_config",
+        pattern=r"AutoModel\w*",
+        arguments=_MODEL_SETTINGS,
     ),
 )
-_SCHEDULES = Group(
-    "schedules of learning rates: they keep numbers",
-    (
-        ClassesOf(
-            "torch.optim.lr_scheduler",
-            "torch.optim.lr_scheduler.LRScheduler",
-            "torch.optim.lr_scheduler",
-            # These two call functions, which no recipe can have without trust.
-            pattern=r"(?!LambdaLR|MultiplicativeLR)[A-Z]\w*",
-        ),
+# Teachers of our examples: counts of tokens in their text, means of their images.
+_TEACHERS = (
+    Exact("automodel_ckpt.examples.data.pair_counts.pair_counts"),
+    Exact("automodel_ckpt.examples.data.digit_means.digit_means"),
+)
+# Configurations of transformers models: plain settings.
+_CONFIGS = (
+    Exact("transformers.AutoConfig.from_pretrained", _LOADING),
+    ClassesOf(
+        "transformers",
+        "transformers.PreTrainedConfig",
+        "transformers.models",
+        pattern=r"[A-Z]\w*Config",
     ),
 )
-_LOSSES = Group(
-    "losses: modules of numbers",
-    (ClassesOf("torch.nn", "torch.nn.modules.loss._Loss", "torch.nn.modules.loss"),),
-)
-_LAYERS = Group(
-    "layers: modules that allocate parameters by their sizes",
-    (ClassesOf("torch.nn", "torch.nn.Module", "torch.nn.modules"),),
-)
-_COLLATORS = Group(
-    "collators: they pad lists of numbers",
-    (
-        *_exact(
-            "automodel_ckpt.data.",
-            "collate.PadCollator image_collate.ImageTextCollator text_pairs.PairCollator seq2seq.SourceTargetCollator",
-        ),
-        *_exact(
-            "transformers.",
-            "DataCollatorForLanguageModeling DataCollatorForSeq2Seq DataCollatorForTokenClassification "
-            "DataCollatorWithFlattening DataCollatorWithPadding DefaultDataCollator",
-        ),
-    ),
-)
-_TOKENIZERS = Group(
-    "tokenizers read from a directory or the Hub, never with code from there; the one of our examples",
-    (
-        Exact("transformers.AutoTokenizer.from_pretrained", _TEXT_LOADING),
-        Exact("automodel_ckpt.examples.data.python_docs.train_tokenizer"),
-    ),
-)
-_PROCESSORS = Group(
-    "processors read from a directory or the Hub, never with code from there; those of our examples",
-    (
-        Exact(
-            "transformers.AutoProcessor.from_pretrained",
-            _TEXT_LOADING | PROCESSOR_SETTINGS,
-        ),
-        Exact("automodel_ckpt.examples.data.digits.processor"),
-        Exact("automodel_ckpt.examples.data.tones.processor"),
-    ),
-)
-_MODELS = Group(
-    "models of transformers by their Auto class, never with code from a model's repository",
-    (
-        ClassesOf(
-            "transformers",
-            "transformers.models.auto.auto_factory._BaseAutoModelClass",
-            "transformers.models.auto",
-            method="from_pretrained",
-            pattern=r"AutoModel\w*",
-            arguments=_LOADING
-            | _MODEL_SETTINGS
-            | _keywords("quantization_config use_safetensors variant"),
-        ),
-        ClassesOf(
-            "transformers",
-            "transformers.models.auto.auto_factory._BaseAutoModelClass",
-            "transformers.models.auto",
-            method="from_config",
-            pattern=r"AutoModel\w*",
-            arguments=_MODEL_SETTINGS,
-        ),
-    ),
-)
-_TEACHERS = Group(
-    "teachers of our examples: counts of tokens in their text, means of their images",
-    (
-        Exact("automodel_ckpt.examples.data.pair_counts.pair_counts"),
-        Exact("automodel_ckpt.examples.data.digit_means.digit_means"),
-    ),
-)
-_CONFIGS = Group(
-    "configurations of transformers models: plain settings",
-    (
-        Exact("transformers.AutoConfig.from_pretrained", _LOADING),
-        ClassesOf(
-            "transformers",
-            "transformers.PreTrainedConfig",
-            "transformers.models",
-            pattern=r"[A-Z]\w*Config",
-        ),
-    ),
-)
-_QUANTIZATION = Group(
-    "the settings of bitsandbytes: plain settings", (Exact("transformers.BitsAndBytesConfig"),)
-)
-_PEFT_CONFIGS = Group(
-    "configurations of adapters: plain settings",
-    (ClassesOf("peft", "peft.PeftConfig", "peft", pattern=r"[A-Z]\w*Config"),),
-)
+# The settings of bitsandbytes: plain settings.
+_QUANTIZATION = (Exact("transformers.BitsAndBytesConfig"),)
+# Configurations of adapters: plain settings.
+_PEFT_CONFIGS = (ClassesOf("peft", "peft.PeftConfig", "peft", pattern=r"[A-Z]\w*Config"),)
 
-ALLOWED: dict[str, tuple[Group, ...]] = {
-    "model": (_MODELS,),
-    "teacher": (_MODELS, _TEACHERS),
-    "tokenizer": (_TOKENIZERS,),
-    "processor": (_PROCESSORS,),
-    "dataset": (_OWN_DATASETS, _EXAMPLE_DATASETS, _HUB_DATASETS),
-    "optimizer": (_OPTIMIZERS,),
-    "lr_scheduler": (_SCHEDULES,),
-    "loss_fn": (_LOSSES,),
-    "collate_fn": (_COLLATORS,),
+ALLOWED: dict[str, tuple[Entry, ...]] = {
+    "model": _MODELS,
+    "teacher": _MODELS + _TEACHERS,
+    "tokenizer": _TOKENIZERS,
+    "processor": _PROCESSORS,
+    "dataset": _OWN_DATASETS + _EXAMPLE_DATASETS + _HUB_DATASETS,
+    "optimizer": _OPTIMIZERS,
+    "lr_scheduler": _SCHEDULES,
+    "loss_fn": _LOSSES,
+    "collate_fn": _COLLATORS,
     "tp_plan": (),  # a plan names modules of one model: it is the user's code
-    "config": (_CONFIGS,),
-    "quantization": (_QUANTIZATION,),
-    "peft_config": (_PEFT_CONFIGS,),
+    "config": _CONFIGS,
+    "quantization": _QUANTIZATION,
+    "peft_config": _PEFT_CONFIGS,
 }
 """Purpose -> the callables that a section with this purpose may name without trust."""
 
-ALLOWED[CUSTOM] = (*(group for groups in ALLOWED.values() for group in groups), _LAYERS)
-ALLOWED["recipe"] = (
-    Group(
-        "the training recipes of this package",
-        tuple(Exact(name) for name in own_classes()),
-    ),
-)
+ALLOWED[CUSTOM] = (*(entry for entries in ALLOWED.values() for entry in entries), *_LAYERS)
+ALLOWED["recipe"] = tuple(Exact(name) for name in own_classes())
 
 
 def purpose_of(key: str, sections: Container[str]) -> str:
@@ -365,10 +323,9 @@ def purpose_of(key: str, sections: Container[str]) -> str:
     return "" if key.partition(".")[0] in sections else CUSTOM
 
 
-def entries_for(purpose: str) -> Iterator[Entry]:
-    """Yield the entries for a purpose; none for an unknown purpose."""
-    for group in ALLOWED.get(purpose, ()):
-        yield from group.entries
+def entries_for(purpose: str) -> tuple[Entry, ...]:
+    """Return the entries for a purpose; none for an unknown purpose."""
+    return ALLOWED.get(purpose, ())
 
 
 def may_name(purpose: str, name: str) -> bool:
@@ -397,22 +354,6 @@ def defaults(name: str) -> dict[str, Any]:
         for entry in entries_for(CUSTOM)
     )
     return {"trust_remote_code": False} if asks else {}
-
-
-def is_listed(purpose: str, found: Any) -> bool:
-    """Whether *purpose* allows a class that was found in another module, such as a user's module that imports it."""
-    if not isinstance(found, type):
-        return False
-    for entry in entries_for(purpose):
-        if not isinstance(entry, ClassesOf) or entry.method:
-            continue
-        name = f"{entry.package}.{found.__name__}"
-        package = importlib.import_module(entry.package)
-        # By identity: a class of the user may have the name of a listed one.
-        is_exported = getattr(package, found.__name__, None) is found
-        if is_exported and entry.names(name) and entry.is_entry(name, found):
-            return True
-    return False
 
 
 def suggestion(purpose: str, name: str) -> str:

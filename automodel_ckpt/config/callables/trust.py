@@ -7,7 +7,6 @@ checked before anything is imported. After the import, the type and the module o
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -133,10 +132,8 @@ def resolve_entry(name: str, trust: Trust, purpose: str) -> tuple[Callable[..., 
             raise _not_listed(name, purpose)
         return found, entry
     # A trusted module may import functions from elsewhere, such as os.system: these are not trusted with it.
-    called = called_function(found)
-    module = getattr(called, "__module__", None)
-    is_trusted = isinstance(module, str) and trust.covers(module)
-    if not is_trusted and not (isinstance(module, str) and allowlist.is_listed(purpose, called)):
+    module = getattr(called_function(found), "__module__", None)
+    if not isinstance(module, str) or not trust.covers(module):
         what = f"{name} is defined in {module or 'no module'}, which is not trusted"
         raise Rejected(what, trust_hint(module))
     return typing.cast(Callable[..., Any], found), None
@@ -172,11 +169,7 @@ def _not_listed(name: str, purpose: str) -> Rejected:
     names_of_purposes = {"": "an argument", CUSTOM: "a recipe"}
     section = names_of_purposes.get(purpose, purpose)
     hint = trust_hint(name)
-    allowed = allowlist.suggestion(purpose, name)
-    meant = difflib.get_close_matches(name, allowed.split(", "), n=1, cutoff=0.9)
-    if meant and "*" not in meant[0]:
-        hint = f"did you mean {meant[0]}? Otherwise, {hint}"
-    elif allowed:
+    if allowed := allowlist.suggestion(purpose, name):
         hint = f"without trust: {allowed}; {hint}"
     return Rejected(f"{name} is not trusted, and not on the allowlist for {section}", hint)
 

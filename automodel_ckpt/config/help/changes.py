@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.config.tree.yaml_tree import Node, leaves, lines, node_of, read_file, read_text
+from automodel_ckpt.config.tree.yaml_tree import Node, lines, node_of, read_file, read_text, texts
 from automodel_ckpt.errors import Problem, RecipeError
 
 NOT_SET = "not set"
@@ -58,7 +58,7 @@ class Change:
 def saved_recipe(config_yaml: Path) -> dict[str, str]:
     """Map the dotted keys of a saved recipe file to their values as text; empty if it cannot be read."""
     root = _saved_tree(config_yaml)
-    return dict(leaves(root)) if root else {}
+    return texts(root) if root else {}
 
 
 def _saved_tree(config_yaml: Path) -> Node | None:
@@ -70,7 +70,7 @@ def _saved_tree(config_yaml: Path) -> Node | None:
 
 def recipe_of(config_yaml: str) -> dict[str, str]:
     """Map the dotted keys of a recipe, given as YAML text, to their values as text."""
-    return dict(leaves(read_text(config_yaml, "", [])))
+    return texts(read_text(config_yaml, "", []))
 
 
 def changed_keys(
@@ -82,17 +82,9 @@ def changed_keys(
     the saved recipe does not have a key, its default is not a change: the key may have been added after the checkpoint
     was saved.
     """
-    before = _joined_lists(saved)
-    after = _joined_lists(now)
     changes = []
-    for key in sorted({*before, *after}):
-        if key.startswith(_NOT_COMPARED):
-            continue
-        old = _value(before, key)
-        new = _value(after, key)
-        if old == NOT_SET and not _is_given(key, given):
-            continue
-        if old != new:
+    for key, (old, new) in differences([saved, now]).items():
+        if old != NOT_SET or any(name == key or name.startswith(f"{key}.") for name in given):
             changes.append(Change(key, old, new))
     removed = tuple(f"{change.key}." for change in changes if change.saved == _SECTION)
     # The keys of a removed section say nothing more than that it was removed.
@@ -114,14 +106,11 @@ def differences(recipes: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
     An empty recipe is one that is not known: its values are empty, and differ from none.
     """
-    joined = [_joined_lists(recipe) for recipe in recipes]
     rows: dict[str, list[str]] = {}
-    for key in sorted(set().union(*joined)):
-        if key.startswith(_NOT_COMPARED):
-            continue
-        values = [_value(recipe, key) for recipe in joined if recipe]
-        if len(set(values)) > 1:
-            rows[key] = [_value(recipe, key) if recipe else "" for recipe in joined]
+    for key in sorted(set().union(*recipes)):
+        values = [_value(recipe, key) if recipe else "" for recipe in recipes]
+        if len({*values} - {""}) > 1 and not key.startswith(_NOT_COMPARED):
+            rows[key] = values
     return rows
 
 
@@ -226,38 +215,32 @@ def check_overrides(
 
     *overridden* are the dotted keys of the overrides on the command line.
     """
-    by_flag: dict[str, list[Change]] = {}
+    problems = []
     for change in ignored:
         flag = next((each for each in overridden if _overlap(each, change.key)), None)
         if flag is not None:
-            by_flag.setdefault(flag, []).append(change)
-    problems = []
-    for flag, changes in by_flag.items():
-        problems.append(override_problem(flag, changes, checkpoint))
+            problems.append(override_problem(flag, change, checkpoint))
     if problems:
         raise RecipeError.all_of(problems)
 
 
-def override_problem(flag: str, changes: Sequence[Change], checkpoint: Path) -> Problem:
-    """Describe an override of the key *flag*. Its *changes* have no effect on a run resumed from *checkpoint*."""
+def override_problem(flag: str, change: Change, checkpoint: Path) -> Problem:
+    """Describe an override of the key *flag*. Its *change* has no effect on a run resumed from *checkpoint*."""
     new_run = (
         f"start a new run from its weights (--init_from.path "
         f"{checkpoint} and another --checkpoint.checkpoint_dir)"
     )
     options = ["remove the override", new_run]
-    if _follows_on_resume(changes[0].key):
+    if _follows_on_resume(change.key):
         options.append("apply it with --optimizer.on_resume recipe")
-    if changes[0].key.startswith("init_from"):
+    if change.key.startswith("init_from"):
         options = ["remove the override", "start a new run in another --checkpoint.checkpoint_dir"]
-    values = []
-    for change in changes:
-        # An override of a section changes several keys in it.
-        key = "" if change.key == flag else f"{change.key}: "
-        values.append(f"{key}{change.now}; {checkpoint.name} was saved with {change.saved}")
+    # An override of a section can change several keys in it.
+    key = "" if change.key == flag else f"{change.key}: "
     return Problem(
         "this override has no effect on a resumed run, which uses the value in the checkpoint",
         f"--{flag}",
-        "\n          ".join(values),
+        f"{key}{change.now}; {checkpoint.name} was saved with {change.saved}",
         "; or ".join(options),
     )
 
@@ -270,21 +253,3 @@ def _follows_on_resume(key: str) -> bool:
 def _overlap(flag: str, key: str) -> bool:
     """Whether an override of *flag* sets *key*, an item in it, or a section that contains it."""
     return flag == key or flag.startswith(f"{key}.") or key.startswith(f"{flag}.")
-
-
-def _is_given(key: str, given: Collection[str]) -> bool:
-    return any(name == key or name.startswith(f"{key}.") for name in given)
-
-
-def _joined_lists(values: Mapping[str, str]) -> dict[str, str]:
-    """Join the items of each list into one value."""
-    joined: dict[str, str] = {}
-    for key, value in values.items():
-        parent, _, last = key.rpartition(".")
-        if not last.isdecimal():
-            joined[key] = value
-            continue
-        before = joined.get(parent)
-        # leaves() yields the items of a list in order, so appending keeps the order.
-        joined[parent] = f"{before[:-1]}, {value}]" if before else f"[{value}]"
-    return joined

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from automodel_ckpt.config.bind import INVALID
 from automodel_ckpt.config.callables import allowlist
 from automodel_ckpt.config.sample_kinds import recipes_of_builder
 from automodel_ckpt.config.tree.convert import describe, members
@@ -38,10 +37,6 @@ class Parameter:
 
     annotation: Any
     default: ast.expr | None
-
-    @property
-    def is_required(self) -> bool:
-        return self.default is None
 
 
 @functools.cache
@@ -272,21 +267,17 @@ def builder_help(name: str) -> BuilderHelp:
     for parameter_name, parameter in parameters.items():
         if parameter_name not in SUPPLIED:
             default = None if parameter.default is None else _text_of(parameter.default, module)
+            kind = "any value"
+            if parameter.annotation is not Any:
+                kind = describe(members(parameter.annotation))
             about = ARGUMENTS.get(f"{parameter_name} of {short_name}")
             about = about or ARGUMENTS.get(parameter_name, "")
-            arguments.append(Argument(parameter_name, _kind(parameter), default, about))
+            arguments.append(Argument(parameter_name, kind, default, about))
     paragraphs = [text.strip()] if text.strip() else []
     recipes = recipes_of_builder(name)
     if recipes:
         paragraphs.append(f"For ``recipe: {'`` or ``'.join(recipes)}``.")
     return BuilderHelp(name, summary, "\n\n".join(paragraphs), tuple(arguments))
-
-
-def _kind(parameter: Parameter) -> str:
-    annotation = parameter.annotation
-    if annotation is Any or annotation is INVALID:
-        return "any value"
-    return describe(members(annotation))
 
 
 def _text_of(default: ast.expr, module: str) -> str:

@@ -30,10 +30,8 @@ SECRET_NAME = re.compile(
     r"TOKEN(?!I[SZ])|SECRET|PASS|KEY|CRED|AUTH|COOKIE|PRIVATE|JWT|CONNECTION_STRING", re.IGNORECASE
 )
 """What the name of a variable contains if its value is a secret. A TOKENIZER is none."""
-KEY_REFERENCE = re.compile(
-    r"(?<!\\)(?P<slashes>(?:\\\\)*)\$\{(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+)*)\}"
-)
-"""A reference to another key, with the escaped backslashes before it."""
+KEY_REFERENCE = re.compile(r"(?<!\\)\$\{(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+)*)\}")
+"""A reference to another key. After a backslash, even an escaped one, there is none."""
 _OPENING = re.compile(r"(?P<slashes>\\*)\$\{")
 # No backslashes in defaults: omegaconf reads them in another way than at the top. Possessive quantifiers: otherwise
 # spaces without a closing brace take cubic time.
@@ -208,7 +206,7 @@ class _Resolver:
         if "${" not in node.value:
             return node.copy()
         whole = KEY_REFERENCE.fullmatch(node.value)
-        if whole and not whole["slashes"]:
+        if whole:
             found = self._lookup(whole["key"], node, chain)
             if found is None:
                 return node.copy()
@@ -229,11 +227,7 @@ class _Resolver:
             what = f"${{{match['key']}}} is a section or a list, which text cannot contain"
             self._note(what, node, "refer to a single value")
             return match[0]
-        if found.value.startswith("${"):
-            # The backslashes are read together with this reference to an environment variable.
-            return match["slashes"] + found.value
-        # Two backslashes are one, as in omegaconf.
-        return match["slashes"][::2] + found.value
+        return found.value
 
     def _lookup(self, key: str, node: Node, chain: tuple[str, ...]) -> Node | None:
         """Return the value at *key* without references. Adds a problem, and returns None, if there is none."""

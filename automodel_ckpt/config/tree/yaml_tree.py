@@ -111,11 +111,18 @@ class Node:
         return node
 
 
-def leaves(tree: Node) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, text) for each value of a recipe's tree."""
-    for key, node in tree.walk():
-        if not node.children():
-            yield key, str(node)
+def values(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield (dotted key, node) for each value of a tree at *key*; a list counts as one value."""
+    if isinstance(node.value, dict) and node.value:
+        for name, child in node.children():
+            yield from values(child, f"{key}.{name}" if key else name)
+    else:
+        yield key, node
+
+
+def texts(tree: Node) -> dict[str, str]:
+    """Map the dotted keys of a recipe's tree to their values as text."""
+    return {key: str(node) for key, node in values(tree)}
 
 
 def node_of(value: Any, origin: str = DEFAULT) -> Node:
@@ -328,7 +335,8 @@ class _Reader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 self._note("keys must be single words", where, "", UNREADABLE)
             elif key.value in first:
-                self._note_duplicate(key.value, first[key.value], where)
+                hint = f"remove one of them; the other is at {first[key.value]}"
+                self._note(f"duplicate key {key.value!r}", where, "", hint)
             elif key.tag == "tag:yaml.org,2002:merge":
                 first[key.value] = where
                 merged = self._merged(value, where, depth)
@@ -352,13 +360,6 @@ class _Reader(yaml.SafeLoader):
                 what = "a merge key (<<) needs a mapping or a list of mappings"
                 self._note(what, where, str(each), "write <<: *anchor")
         return keys
-
-    def _note_duplicate(self, key: str, first: str, second: str) -> None:
-        lines = ""
-        if self.lines:
-            line, other_line = (origin.rpartition(":")[2] for origin in (first, second))
-            lines = f" (lines {line} and {other_line})"
-        self._note(f"duplicate key {key!r}{lines}", second, "", "remove one of them")
 
     def _limit(self, depth: int, mark: yaml.Mark) -> None:
         if depth > MAX_DEPTH:

@@ -254,7 +254,7 @@ class RecipeOptions:
             if is_option or key == OPTIMIZER:
                 changed = key if is_option else f"{OPTIMIZER}.{name}"
                 change = Change(changed, _as_text(saved), _as_text(new))
-                raise RecipeError.all_of([override_problem(key, [change], self._checkpoint)])
+                raise RecipeError.all_of([override_problem(key, change, self._checkpoint)])
 
     def _restore_options(self) -> None:
         """Replace all options that were loaded. A schedule computes its rates again."""

@@ -35,7 +35,7 @@ def test_parameters_read_from_the_source_are_those_of_the_imported_callable(name
     module, _, attribute = name.rpartition(".")
     function = getattr(importlib.import_module(module), attribute)
     real = signature_of(function)
-    assert {key: each.is_required for key, each in found.items()} == real.required
+    assert {key: each.default is None for key, each in found.items()} == real.required
     hints = real.types
     plain = {
         key: each.annotation for key, each in found.items() if "Tensor" not in str(each.annotation)

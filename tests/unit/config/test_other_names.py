@@ -30,9 +30,8 @@ def problem(tmp_path: Path, text: str, *words: str) -> str:
 
 def arguments_of_data_builders() -> set[str]:
     names: set[str] = set()
-    for group in allowlist.ALLOWED["dataset"]:
-        for entry in group.entries:
-            names |= set(signature(getattr(entry, "name", "")) or ())
+    for entry in allowlist.ALLOWED["dataset"]:
+        names |= set(signature(getattr(entry, "name", "")) or ())
     return names
 
 

@@ -67,9 +67,7 @@ def test_a_bare_boolean_takes_the_next_word_only_if_it_reads_as_a_boolean(key: s
     assert pairs(f"--{key}", "--seed=1") == {key: "true", "seed": "1"}
 
 
-def test_a_bare_keyword_of_a_plug_in_is_true_and_leaves_the_recipe_alone() -> None:
-    line = parse(["--dataset.streaming", "recipe.yaml"])
-    assert (line.words, line.overrides[0].node.value) == (["recipe.yaml"], "true")
+def test_a_bare_keyword_of_a_plug_in_is_true_and_takes_the_next_word() -> None:
     line = parse(["--dataset.path", "data.yaml", "recipe.yaml"])
     assert (line.words, line.overrides[0].node.value) == (["recipe.yaml"], "data.yaml")
     assert pairs("--dataset.streaming", "--seed", "1") == {"dataset.streaming": "true", "seed": "1"}
