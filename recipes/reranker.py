@@ -48,8 +48,7 @@ class Listwise(Objective):
 
     def loss(self, micro_batch: Tensors) -> LossSum:
         """Compute the summed loss of the queries in *micro_batch*, and the ranks of their documents."""
-        if self.check_length is not None:
-            self.check_length(micro_batch["input_ids"].shape[1])
+        self.check_length(micro_batch["input_ids"].shape[1])
         rows = text_inputs(self.model, micro_batch)
         scores = self.logits(rows).squeeze(-1)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -136,8 +136,7 @@ class Seq2SeqObjective(Objective):
         """The rows as the model sees them, with the inputs of the decoder. The labels get a first position without a
         label, so that each one is the next token of the position before, as in rows of a decoder."""
         labels = micro_batch["labels"]
-        if self.check_length is not None:
-            self.check_length(max(labels.shape[1], micro_batch["input_ids"].shape[1]))
+        self.check_length(max(labels.shape[1], micro_batch["input_ids"].shape[1]))
         rows = dict(micro_batch)
         if "decoder_input_ids" not in rows:
             rows["decoder_input_ids"] = shifted(self.model, labels)

@@ -64,8 +64,7 @@ class SampleObjective(Objective):
 
     def loss(self, micro_batch: Tensors) -> LossSum:
         """Compute the summed loss of the samples with a label, and what is measured of them."""
-        if self.check_length is not None:
-            self.check_length(micro_batch["input_ids"].shape[1])
+        self.check_length(micro_batch["input_ids"].shape[1])
         rows = text_inputs(self.model, micro_batch)
         logits = self.logits(rows).float()
         has_label = self._on_device(micro_batch["labels"]) != IGNORE_INDEX

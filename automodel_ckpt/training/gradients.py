@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import gradient_sync
 from automodel_ckpt.parallel.running_statistics import RunningStatistics
 from automodel_ckpt.parallel.unused_gradients import UnusedGradients, check_call_order
-from automodel_ckpt.training.parts.objective import Objective
+from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.values.records import AUX_LOSS, LossSum, Number
 from automodel_ckpt.training.values.run_log import STEP_FIELDS
 
@@ -91,19 +91,15 @@ class GradientAccumulation:
         self._objective.start_batch(micro_batches)
         if self._stage is not None:
             rows = [self._objective.rows_of(micro_batch) for micro_batch in micro_batches]
-            output = self._objective.stage_output
-            if self._timer is not None:
-                output = self._timer.measured(output)
             with selected_activations():
-                return sum_losses(self._stage.train(rows, output, weight))
+                return sum_losses(self._stage.train(rows, self._stage_output, weight))
         if self._router_loss is not None and self._router_loss.needs_counts(len(micro_batches)):
             self._count_routed(batch, self._router_loss)
         results = []
         for number, micro_batch in enumerate(micro_batches, start=1):
             is_last = number == len(micro_batches)
             with gradient_sync(self._model, enabled=is_last):
-                timer = self._timer
-                with nullcontext() if timer is None else timer.measuring(micro_batch):
+                with self._measuring(micro_batch):
                     result = checked(self._objective.loss(micro_batch), self._objective)
                 if not self._is_checked:
                     # Before the backward pass, in which fsdp2 would report several types of gradients.
@@ -124,6 +120,13 @@ class GradientAccumulation:
         # After all backward passes: elsewhere than on a GPU, float() waits for the value.
         self._sum_metrics(results)
         return sum_losses([result.loss.detach() for result in results])
+
+    def _measuring(self, rows: Tensors) -> AbstractContextManager[None]:
+        return nullcontext() if self._timer is None else self._timer.measuring(rows)
+
+    def _stage_output(self, rows: Tensors, hidden: torch.Tensor | None) -> torch.Tensor:
+        with self._measuring(rows):
+            return self._objective.stage_output(rows, hidden)
 
     def _copy_gradients(self) -> None:
         """Move gradients out of the memory of CUDA graphs, which the next micro-batch would overwrite.

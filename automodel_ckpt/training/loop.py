@@ -37,6 +37,7 @@ from automodel_ckpt.training.measure.measurements import (
     metric_names,
     steps_per_epoch,
 )
+from automodel_ckpt.training.model.sections import is_fully_sharded
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.saves import Saves, again, signal_name
 from automodel_ckpt.training.start.start_rank import check_part
@@ -94,9 +95,11 @@ class TrainingLoop:
         self.hang_watch: HangWatch | None = None
         self.forward_timer: ForwardTimer | None = None
         if self.watches_ranks:
-            from automodel_ckpt.training.watch.stragglers import build_forward_timer
+            from automodel_ckpt.training.watch.stragglers import ForwardTimer
 
-            self.forward_timer = build_forward_timer(self.model, self.layout, self.config)
+            # Hooks of fsdp2 modules would interrupt the graphs of compiled layers.
+            if not (self.config.compile.enabled and is_fully_sharded(self.config, self.layout)):
+                self.forward_timer = ForwardTimer(self.model, self.layout.device)
         self.gradients = GradientAccumulation(self)
         self._has_checked_gradients = False
         self._replicated_gradients = None
@@ -147,9 +150,18 @@ class TrainingLoop:
             if self.profiler is not None:
                 stack.enter_context(self.profiler)
             if self.watches_ranks:
-                from automodel_ckpt.training.watch.hang_watch import watching
+                from automodel_ckpt.training.watch.hang_watch import HangWatch
+                from automodel_ckpt.training.watch.stragglers import StragglerWatch
 
-                self.hang_watch, self._numbers.straggler_watch = stack.enter_context(watching(self))
+                assert self.config.hangs is not None
+                self.hang_watch = stack.enter_context(HangWatch(self))
+                self._numbers.straggler_watch = StragglerWatch(
+                    self.config.hangs,
+                    self.layout,
+                    self.run_log.timeline,
+                    self.hang_watch.hosts,
+                    self.run_log.log_event,
+                )
             while not scheduler.is_finished():
                 with self.run_log.timeline.phase(timeline.OTHER):
                     self.divergence.skip_batches(self.dataloader)
@@ -232,7 +244,7 @@ class TrainingLoop:
         if self.divergence.spike is None and is_good:
             memory.save(
                 self.step_scheduler.step,
-                lambda checkpointer: self.saves.save_in_memory(checkpointer, self.losses(None)),
+                lambda checkpointer: self.saves.write(checkpointer, self.losses(None)),
             )
         return False
 
@@ -298,8 +310,7 @@ class TrainingLoop:
         """
         size = None
         if batch is not None:
-            with_flops = self.run_log.logs_mfu
-            size = self.objective.size_here(batch.micro_batches, with_flops=with_flops)
+            size = self.objective.size_here(batch.micro_batches)
         # Before the flag is read: a signal from here on may be too late to prevent this step, and is logged as such.
         self.step_scheduler.is_in_step = True
         return self._numbers.exchange(size, stop=batch is None)
@@ -455,7 +466,7 @@ class TrainingLoop:
         saves = "saving" if self.checkpointer else "nothing is saved, checkpoint.enabled is false"
         code = self.stop_request.exit_code
         then = f"{saves}, then exit {code}" if code else f"{saves}, then exit"
-        step = self.step_scheduler.stops_after
+        step = self.step_scheduler.step + self.step_scheduler.is_in_step
         self.run_log.progress.write_above(
             f"{signal_name(number)}: stopping after step {step} at the latest: {then}; {again(number)} to stop now "
             "without saving"

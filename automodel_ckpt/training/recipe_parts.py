@@ -44,7 +44,7 @@ from automodel_ckpt.training.model.sections import (
     with_model_limits,
 )
 from automodel_ckpt.training.model.trainable import Trainable, build_trainable
-from automodel_ckpt.training.parts.objective import ContextCheck, Objective, Tensors, build_loss_fn
+from automodel_ckpt.training.parts.objective import Objective, Tensors, build_loss_fn
 from automodel_ckpt.training.parts.optimizers import build_optimizer, log_groups
 from automodel_ckpt.training.saves.checkpointing import export_assets, model_layout
 from automodel_ckpt.training.saves.saves import Saves
@@ -351,7 +351,7 @@ class RecipeParts:
             section=self.section,
         )
         if self.model_config is not None:
-            objective.check_length = ContextCheck(self.model_config, self.step_scheduler)
+            objective.limits = (self.model_config, self.step_scheduler)
         return objective
 
     def build_loop(self) -> TrainingLoop:

@@ -142,7 +142,7 @@ class SpikeDetector:
         self.num_rollbacks = 0
         self.num_skipped = 0
         """How many batches were left out before the present step."""
-        self._left_out: list[int] = []
+        self.left_out: list[int] = []
         """The numbers of all batches that are left out, in ascending order."""
         self._losses: deque[float] = deque(maxlen=rule.window)
         self._grad_norms: deque[float] = deque(maxlen=rule.window)
@@ -175,29 +175,25 @@ class SpikeDetector:
         Those that are left out already are not among them: so are the batches *before*, which a checkpoint that was
         loaded does not contain yet.
         """
-        self._left_out = sorted({*self._left_out, *before})
+        self.left_out = sorted({*self.left_out, *before})
         number = step + 1
-        for each in self._left_out:
+        for each in self.left_out:
             # The batches of earlier steps are the ones that are not left out.
             number += each <= number
         for _ in range(self._num_to_skip):
-            while number in self._left_out:
+            while number in self.left_out:
                 number += 1
-            self._left_out.append(number)
-        self._left_out.sort()
+            self.left_out.append(number)
+        self.left_out.sort()
         return self._num_to_skip
 
     def num_to_skip(self, step: int) -> int:
         """How many batches are left out next, if the newest step is *step*."""
         number = step + self.num_skipped + 1
         count = 0
-        while number + count in self._left_out:
+        while number + count in self.left_out:
             count += 1
         return count
-
-    def left_out(self) -> tuple[int, ...]:
-        """The numbers of the batches that are left out, for :meth:`leave_out`."""
-        return tuple(self._left_out)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -205,7 +201,7 @@ class SpikeDetector:
             "grad_norms": list(self._grad_norms),
             "num_rollbacks": self.num_rollbacks,
             "num_skipped": self.num_skipped,
-            "left_out": list(self._left_out),
+            "left_out": list(self.left_out),
         }
 
     def load_state_dict(self, state: Any) -> None:
@@ -213,7 +209,7 @@ class SpikeDetector:
         _check_plausible(state)
         self.num_rollbacks = state["num_rollbacks"]
         self.num_skipped = state["num_skipped"]
-        self._left_out = sorted(state["left_out"])
+        self.left_out = sorted(state["left_out"])
         self._losses = deque(state["losses"], self.rule.window)
         self._grad_norms = deque(state["grad_norms"], self.rule.window)
 
@@ -295,15 +291,12 @@ class AutoInterval:
             if 1 / _LOGGED_RATIO < ratio < _LOGGED_RATIO:
                 return None
         self._logged_steps = self.steps
-        return self._reasoning(step_seconds, stall_seconds, total_seconds, best)
-
-    def _reasoning(self, step: float, stall: float, total: float, best: float) -> str:
-        hours, limit = self._mtbf_seconds / 3600, ""
-        if total > best:
+        limit = ""
+        if total_seconds > best:
             # A save waits for the one in progress, so that a shorter interval would only stall training.
-            limit = f", but the next save waits for the {total:.3g} s that writing takes"
-        steps = counted(self.steps, "step")
+            limit = f", but the next save waits for the {total_seconds:.3g} s that writing takes"
         return (
-            f"saving every {steps}: a save stalls training for {stall:.3g} s, a step takes {step:.3g} s, "
-            f"a failure is expected every {hours:.3g} hours; best is one every {best:.3g} s (Young/Daly){limit}"
+            f"saving every {counted(self.steps, 'step')}: a save stalls training for {stall_seconds:.3g} s, a step "
+            f"takes {step_seconds:.3g} s, a failure is expected every {self._mtbf_seconds / 3600:.3g} hours; best is "
+            f"one every {best:.3g} s (Young/Daly){limit}"
         )

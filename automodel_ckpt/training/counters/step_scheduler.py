@@ -179,11 +179,6 @@ class StepScheduler:
         """Start to measure the duration of a step. Optional. It makes the end by ``max_time`` more precise."""
         self._step_start = self._clock()
 
-    @property
-    def stops_after(self) -> int:
-        """The last step of the run if a signal arrives now: the step in progress, or the last completed one."""
-        return self.step + 1 if self.is_in_step else self.step
-
     def finish_step(
         self, *, epoch: int, epochs_done: int, num_samples: int, num_tokens: int
     ) -> Due:

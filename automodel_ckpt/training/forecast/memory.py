@@ -251,8 +251,9 @@ def _traced_phases(rank: RankParts, traces: Traces, pipeline_rank: int) -> list[
         num_others -= 1
     fixed = num_others * of_other + of_images
     found = [(0.0, trace.forward), (0.0, trace.after_forward + head.peak_bytes)]
+    of_all, _ = trace.course[-1]
     for done, peak in trace.course:
-        found.append((done / max(trace.gradients, 1), peak + head.gradient_bytes))
+        found.append((done / max(of_all, 1), peak + head.gradient_bytes))
     factor = _BLOCKS if rank.on_gpu else _HEAP
     return [(complete, int((peak + fixed) * factor)) for complete, peak in found]
 

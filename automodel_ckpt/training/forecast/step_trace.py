@@ -58,11 +58,6 @@ class StepTrace:
     after_forward: int
     course: tuple[tuple[int, int], ...]
 
-    @property
-    def gradients(self) -> int:
-        """The gradients of all parameters."""
-        return self.course[-1][0]
-
     def part(self, num_stages: int) -> StepTrace:
         """The trace of one of *num_stages* equal parts of the model's layers."""
         course = [(done // num_stages, peak // num_stages) for done, peak in self.course]
@@ -90,10 +85,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def exclude(self, tensor: torch.Tensor) -> None:
         """Do not count the storage of *tensor*, also if an operation returns a view of it."""
         self._known.add(tensor.untyped_storage()._cdata)
-
-    def reset_peak(self) -> None:
-        """Let the peak be that from here on."""
-        self.peak = self.current
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -254,7 +245,7 @@ def _backward(
     def take(parameter: torch.Tensor) -> None:
         nonlocal num_bytes
         course.append((num_bytes, live.peak))
-        live.reset_peak()
+        live.peak = live.current
         assert parameter.grad is not None
         num_bytes += parameter.grad.numel() * parameter.grad.element_size()
         parameter.grad = None
@@ -264,7 +255,7 @@ def _backward(
             tensor.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     initial = [torch.empty_like(each) for each in hidden]
     after_forward = live.current
-    live.reset_peak()
+    live.peak = live.current
     if hidden[0].requires_grad:
         torch.autograd.backward(list(hidden), initial)
     return after_forward, (*course, (num_bytes, live.peak))

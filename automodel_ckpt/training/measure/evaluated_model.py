@@ -35,7 +35,6 @@ from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import gather_root, reshard
 from automodel_ckpt.parallel.ranks.agree import broadcast_object, raise_on_all_ranks, sum_over_ranks
 from automodel_ckpt.training.model.trainable import Trainable
-from automodel_ckpt.training.values.records import PromptCompletion
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -103,14 +102,17 @@ class Completions:
         self._evaluated = EvaluatedModel("completions", "generation", recipe)
         self._sampling = Sampling(settings.max_new_tokens, settings.temperature)
 
-    def at(self, step: int) -> list[PromptCompletion]:
-        """Generate a completion of each prompt after *step*. A collective. The same on all ranks."""
+    def at(self, step: int) -> list[dict[str, Any]]:
+        """Generate a completion of each prompt after *step*: ``prompt``, ``text`` and the number of its ``tokens``.
+
+        A collective. The same on all ranks.
+        """
         with self._evaluated.in_use():
             # Other tokens on one rank would be another number of forward passes, each of which is a collective.
             torch.manual_seed(step)
             return [self._complete(prompt) for prompt in self._settings.prompts]
 
-    def _complete(self, prompt: str) -> PromptCompletion:
+    def _complete(self, prompt: str) -> dict[str, Any]:
         given: Any = prompt
         evaluated = self._evaluated
         if has_chat_template(evaluated.preprocessor) and not self._settings.raw:
@@ -126,7 +128,7 @@ class Completions:
                 self._sampling,
                 synced=evaluated.layout.world_size > 1,
             )
-        return PromptCompletion(prompt, completion.text, completion.num_tokens)
+        return {"prompt": prompt, "text": completion.text, "tokens": completion.num_tokens}
 
 
 SECTION = "evaluation.harness"
@@ -166,7 +168,11 @@ class HarnessBenchmark:
 
         Returns None when a stop was requested meanwhile.
         """
-        evaluated = self._evaluated
+        evaluated, autocast = self._evaluated, None
+        device_type = evaluated.layout.device.type
+        with evaluated.trainable.compute():
+            if torch.is_autocast_enabled(device_type):
+                autocast = torch.get_autocast_dtype(device_type)
         try:
             with evaluated.in_use():
                 found = run_tasks(
@@ -175,21 +181,13 @@ class HarnessBenchmark:
                     copy.deepcopy(evaluated.tokenizer),
                     self._tasks,
                     self._index,
-                    autocast=self._autocast(),
+                    autocast=autocast,
                     before_forward=evaluated.check_for_stop,
                 )
         except Interrupted:
             return None
         # Only rank 0 surely has them.
         return broadcast_object(evaluated.layout.gloo_group, found)
-
-    def _autocast(self) -> torch.dtype | None:
-        """The dtype of autocast in forward passes. None when autocast is not enabled."""
-        device_type = self._evaluated.layout.device.type
-        with self._evaluated.trainable.compute():
-            if torch.is_autocast_enabled(device_type):
-                return torch.get_autocast_dtype(device_type)
-        return None
 
 
 def tasks_of(settings: HarnessConfig) -> HarnessTasks:

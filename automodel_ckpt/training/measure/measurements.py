@@ -238,10 +238,9 @@ class ValidationSets:
             # With FSDP2, a forward pass without a backward pass leaves parameters gathered.
             reshard(model)
         assert totals, "without validation data, no validation is due"
-        losses = {name: each.mean_loss for name, each in totals.items() if name is not None}
         main_name, main = next(iter(totals.items()))
         further = self._further_metrics(main_name, totals)
-        return Validation(main.mean_loss, main.num_label_tokens, main.count, losses, further)
+        return Validation(main.mean_loss, main.num_label_tokens, main.count, further)
 
     def _totals_of(self, batches: Iterable[GlobalBatch], step: int) -> EvaluationTotals | None:
         """The totals of one set over all ranks. Returns None when a stop was requested.
@@ -285,12 +284,12 @@ class ValidationSets:
     def _further_metrics(
         self, main: str | None, totals: Mapping[str | None, EvaluationTotals]
     ) -> dict[str, float]:
-        """The metrics in addition to the losses by their names in logs. *main* is the set without a name in them."""
-        values = {name: self._objective.summarize(each) for name, each in totals.items()}
+        """All metrics but the loss of the set *main*, by their names in logs. Set *main* has no name in them."""
         found: dict[str, float] = {}
+        values: dict[str | None, Mapping[str, float]] = {}
+        for name, each in totals.items():
+            values[name] = {LOSS: each.mean_loss, **self._objective.summarize(each)}
         for measure in self._loop.measures:
-            if measure == LOSS:
-                continue
             found[metric_name(measure, None)] = values[main][measure]
             for name, of_set in values.items():
                 if name is not None:
@@ -298,21 +297,21 @@ class ValidationSets:
         return found
 
 
-def validation_text(validation: Validation, measures: Iterable[str]) -> str:
-    """The metrics of a validation for the log: first for the main set, then for each named one."""
-
-    def text(loss: float, set_name: str | None) -> str:
-        parts = [f"{loss:.4f}"]
+def validation_text(validation: Validation, measures: Iterable[str], sets: Iterable[str]) -> str:
+    """The metrics of a validation for the log: first for the main set, then for each of the named *sets*."""
+    texts = []
+    for set_name in (None, *sets):
+        loss = validation.metrics.get(metric_name(LOSS, set_name))
+        # A loop of the user may not measure each set.
+        if loss is None:
+            continue
+        parts = [f"{loss:.4f}" if set_name is None else f"{set_name} {loss:.4f}"]
         for measure in measures:
-            value = validation.further.get(metric_name(measure, set_name))
-            if value is not None:
+            value = validation.metrics.get(metric_name(measure, set_name))
+            if value is not None and measure != LOSS:
                 parts.append(f"{measure} {value:.4g}")
-        return ", ".join(parts)
-
-    sets = [text(validation.loss, None)]
-    for name, loss in validation.losses.items():
-        sets.append(f"{name} {text(loss, name)}")
-    return "; ".join(sets)
+        texts.append(", ".join(parts))
+    return "; ".join(texts)
 
 
 class Measurements:
@@ -324,7 +323,6 @@ class Measurements:
         self._config: RecipeConfig = recipe.config
         self._scheduler: StepScheduler = recipe.step_scheduler
         self._run_log: RunLog = recipe.run_log
-        self._weight_average: WeightAverage | None = recipe.weight_average
         self._benchmark: HarnessBenchmark | None = None
         self._completions: Completions | None = None
         harness, generation = harness_of(self._config), self._config.generation
@@ -337,7 +335,10 @@ class Measurements:
 
             self._completions = Completions(generation, recipe)
         section = self._config.ema
-        self._validates_average = section is not None and section.validate
+        self._weight_average: WeightAverage | None = None
+        """What validations measure in place of the weights."""
+        if section is not None and section.validate:
+            self._weight_average = recipe.weight_average
 
     def take(self, *, validate: bool) -> tuple[dict[str, Any], bool]:
         """Validate, if that is due, and run the benchmark, if it is due.
@@ -354,7 +355,12 @@ class Measurements:
                 self._scheduler.validation_is_due = validation is not None
                 self._loop.stop()
             metrics = found or ()
-        losses = {**self._loop.losses(validation), **self._benchmark_values(metrics)}
+        losses = dict(self._loop.losses(validation))
+        losses.update({each.name: each.value for each in metrics})
+        best_metric = self._config.checkpoint.best_metric_key
+        if best_metric.startswith(BENCHMARK) and not metrics:
+            # Its benchmark has not run after this step.
+            losses[best_metric] = None
         return losses, validation is not None or bool(metrics)
 
     def make_up(self) -> None:
@@ -368,15 +374,6 @@ class Measurements:
             losses, _ = self.take(validate=scheduler.validation_is_due)
             self._loop.saves.note_late_validation(losses)
             scheduler.note_metrics(losses)
-
-    def _benchmark_values(self, metrics: Sequence[TaskMetric]) -> dict[str, float | None]:
-        """The values of *metrics* by name, and null for a metric that the recipe names if its benchmark has not run."""
-        values: dict[str, float | None] = {each.name: each.value for each in metrics}
-        rule = stopping_rule(self._config)
-        for name in (self._config.checkpoint.best_metric_key, "" if rule is None else rule.metric):
-            if name.startswith(BENCHMARK) and not metrics:
-                values[name] = None
-        return values
 
     def _validated(self) -> Validation:
         scheduler = self._scheduler
@@ -412,7 +409,7 @@ class Measurements:
     @contextmanager
     def _validated_weights(self) -> Iterator[None]:
         """Within the context, the model has the weights that validations measure: with ``ema.validate`` the average."""
-        if self._weight_average is None or not self._validates_average:
+        if self._weight_average is None:
             yield
             return
         self._loop.saves.await_copies()
@@ -424,8 +421,8 @@ class Measurements:
         scheduler.validation_is_due = False
         train_loss = last_step.loss if last_step is not None else None
         figures = self._run_log.figures({"train_loss": train_loss})
-        of = " of the average" if self._validates_average else ""
-        measured = validation_text(validation, self._loop.measures)
+        of = " of the average" if self._weight_average is not None else ""
+        measured = validation_text(validation, self._loop.measures, self._loop.validation_sets)
         text = f"step {scheduler.step}: validation loss{of} {measured}"
         log.info("%s", f"{text}; {figures}" if figures else text)
         self._run_log.log_validation(scheduler, validation)

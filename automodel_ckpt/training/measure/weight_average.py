@@ -131,21 +131,11 @@ class WeightAverage:
     @torch.no_grad()
     def _move(self, share: float | torch.Tensor) -> None:
         """Move each average towards its weight, by *share* of the difference."""
-        averages: list[torch.Tensor] = []
-        weights: list[torch.Tensor] = []
         for average, weight in self._pairs:
-            if average.dtype == weight.dtype:
-                averages.append(average)
-                weights.append(weight)
-            else:
-                # One by one: converted weights take as much memory as the averages.
-                average.lerp_(weight.to(average.dtype), share)
-        if isinstance(share, torch.Tensor):
-            # torch's operation for many tensors takes a number, or a tensor for each of them.
-            for average, weight in zip(averages, weights, strict=True):
-                average.lerp_(weight, share.to(average.dtype))
-        elif averages:
-            torch._foreach_lerp_(averages, weights, share)
+            if isinstance(share, torch.Tensor):
+                share = share.to(average.dtype)
+            # One by one: converted weights take as much memory as the averages.
+            average.lerp_(weight.to(average.dtype), share)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:

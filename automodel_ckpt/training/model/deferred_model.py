@@ -118,22 +118,6 @@ def build_deferred(
             value=f"{base}: {next(filter(None, reasons))}",
             hint="set weights: new for random initial values, or remove model.mtp",
         )
-    complete = _complete(
-        section, base, config, auto_class, loading, mtp, allow_new_head=allow_new_head
-    )
-    return DeferredModel(complete)
-
-
-def _complete(
-    section: ModelConfig,
-    base: str | None,
-    config: PreTrainedConfig,
-    auto_class: Any,
-    loading: Mapping[str, Any] | None,
-    mtp: MtpPlan | None,
-    *,
-    allow_new_head: bool,
-) -> nn.Module:
     from automodel_ckpt.models.inspect.vision import other_parts_in_files
     from automodel_ckpt.models.loss.mtp_families import patterns_in_files
 
@@ -156,7 +140,7 @@ def _complete(
         from automodel_ckpt.models.loss.mtp import add_mtp
 
         add_mtp(model, mtp)
-    return model
+    return DeferredModel(model)
 
 
 def _freeze_as_built(

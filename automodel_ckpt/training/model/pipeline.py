@@ -24,7 +24,6 @@ from automodel_ckpt.models.pipeline_stage import (
 from automodel_ckpt.parallel.context_parallel import ContextParallel
 from automodel_ckpt.parallel.mesh import RankLayout, build_mesh
 from automodel_ckpt.parallel.pipeline import (
-    Compute,
     Kind,
     Pipeline,
     TiedEnds,
@@ -102,12 +101,11 @@ class PipelineStage:
         )
         self.width = stages.hidden_states.shape[1]
         self._num_slices = layout.sizes.cp
-        self._tied = _tied_ends(model, layout) if stages.has_tied_ends else None
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank's stage is the last one, which computes the loss."""
-        return self.local.is_last
+        self._tied: TiedEnds | None = None
+        if stages.has_tied_ends:
+            end: Any = model.get_input_embeddings()  # type: ignore[operator]
+            weights = [] if isinstance(end, PassThrough) else [end.weight]
+            self._tied = TiedEnds(weights, layout)
 
     def train(
         self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput, weight: float
@@ -116,8 +114,9 @@ class PipelineStage:
 
         The gradients are the gradients of the losses times *weight*.
         """
-        compute = self._compute(rows, output)
-        losses = self.pipeline.train(compute, self._shapes(rows), weight)
+        losses = self.pipeline.train(
+            lambda number, hidden: output(rows[number], hidden), self._shapes(rows), weight
+        )
         if self._tied is not None:
             # Each end has only the gradient of its use of the shared weight.
             self._tied.sum_gradients()
@@ -127,10 +126,9 @@ class PipelineStage:
         self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput
     ) -> list[torch.Tensor]:
         """Run the forward pass of all micro-batches. Returns the summed losses, on the last stage only."""
-        return self.pipeline.evaluate(self._compute(rows, output), self._shapes(rows))
-
-    def _compute(self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput) -> Compute:
-        return lambda number, hidden: output(rows[number], hidden)
+        return self.pipeline.evaluate(
+            lambda number, hidden: output(rows[number], hidden), self._shapes(rows)
+        )
 
     def _shapes(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[int, int]]:
         """The rows and the length of the hidden states of each micro-batch on this rank."""
@@ -144,11 +142,6 @@ class PipelineStage:
     def counted_elsewhere(self) -> frozenset[int]:
         """Ids of parameters with gradients that the first stage counts."""
         return self._tied.counted_elsewhere if self._tied is not None else frozenset()
-
-
-def _tied_ends(model: nn.Module, layout: RankLayout) -> TiedEnds:
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    return TiedEnds([] if isinstance(embedding, PassThrough) else [embedding.weight], layout)
 
 
 class FromTokens(nn.Module):

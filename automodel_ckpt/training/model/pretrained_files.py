@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -17,10 +16,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import GenerationConfig, PreTrainedConfig
 
-from automodel_ckpt.base.units import counted, size_text
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files.layout import RankLayout
-from automodel_ckpt.checkpoint.formats.description import DTYPES, local_tensor
+from automodel_ckpt.checkpoint.formats.description import DTYPES
 from automodel_ckpt.checkpoint.parts.file_contents import Level
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module, module_shapes
@@ -51,9 +50,6 @@ if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedFiles, QuantizedTensor
 
 log = logging.getLogger("automodel_ckpt")
-
-_LARGE_BYTES = 1 << 30
-"""From here on, the log states how long a rank took to read its weights."""
 
 
 class NotDeferrable(Exception):
@@ -190,7 +186,12 @@ class PretrainedFiles:
     def _compared(self, model: Any) -> Verdict:
         """Compare the tensors of the files with *model*'s tensors. Raises :class:`NotDeferrable` if they differ."""
         shapes, tied = module_shapes(model)
-        in_files = self._shapes_in_files()
+        in_files: dict[str, Shape] = {}
+        for name, tensor in self._tensors.tensors.items():
+            if name not in self._parts:
+                in_files[name] = tensor.shape
+        for name, quantized in self._quantized.items():
+            in_files[name] = quantized.shape
         # Equal to the embedding and the output layer, which are read.
         for name in self._layout.copies:
             tied.pop(name, None)
@@ -235,16 +236,6 @@ class PretrainedFiles:
                 value=f"{self._name} lacks {len(missing)} of {len(names)}, such as {missing[0]}",
                 hint="name a base with these layers, set weights: new for random initial values, or remove model.mtp",
             )
-
-    def _shapes_in_files(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors in the files, by name: of quantized ones after they are dequantized."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, tensor in self._tensors.tensors.items():
-            if name not in self._parts:
-                shapes[name] = tensor.shape
-        for name, quantized in self._quantized.items():
-            shapes[name] = quantized.shape
-        return shapes
 
     def _ignored(self, model: Any, names: Iterable[str]) -> list[str]:
         """Those of *names*, which the model lacks, that are not read. Logs those that it does not compute itself."""
@@ -299,12 +290,7 @@ class PretrainedFiles:
         layout = replace(stored_layout(model), rows=rows)
         for name, (in_files, in_model) in self._resized.items():
             log_resized(name, in_files, in_model, self._new_rows)
-        started = time.monotonic()
         fill_module(model, self._fillings(model, modules, layout), self._new_rows, layout)
-        nbytes = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
-        if nbytes >= _LARGE_BYTES:
-            seconds = time.monotonic() - started
-            log.info("read the weights: %s in %.1f s", size_text(nbytes), seconds)
 
     def _fillings(
         self, model: nn.Module, modules: Mapping[str, nn.Module], layout: StoredLayout

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,9 +27,6 @@ from automodel_ckpt.models.inspect.forward import (
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.agree import on_all_ranks
 from automodel_ckpt.training.model.sections import ModelRequest
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -15,10 +15,8 @@ from torch import nn
 from automodel_ckpt.base.device_copies import to_device
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.state.module_tensors import (
-    StoredLayout,
     record_complete_tensors,
     set_stored_layout,
-    stored_layout,
 )
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.tree.rules import Target
@@ -304,11 +302,6 @@ class Trainable:
     """The class and size of the model and how ranks share it, for the log."""
     precision: str = ""
     """The data types of the weights and of the computation, for the log."""
-
-    @property
-    def stored_layout(self) -> StoredLayout:
-        """How checkpoints store the tensors of the model."""
-        return stored_layout(self.model)
 
     def inputs_of(
         self, rows: Mapping[str, torch.Tensor], device: torch.device

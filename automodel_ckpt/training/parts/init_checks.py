@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
+from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.checkpoint.state.model_config import CONFIG as _CONFIG
 from automodel_ckpt.checkpoint.state.model_config import config_changes
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
@@ -45,7 +46,6 @@ _OF_THE_CLASS = ("model_type", "architectures")
 _POSITIONS = "rope_parameters"
 _DIRECTION = "is_causal"
 _FLOAT32 = 2.0**-22
-_MAX_NAMED = 3
 
 
 def side_directory(weights: Weights, module: Tensors) -> Path | None:
@@ -158,9 +158,7 @@ def _side_json(directory: Path, name: str) -> dict[str, Any] | None:
     return None
 
 
-def check_scales(
-    model: nn.Module, stored: Stored, directories: Mapping[int, Path | None], where: str
-) -> None:
+def check_scales(model: nn.Module, stored: Stored, directories: Mapping[int, Path | None]) -> None:
     """Raise :class:`RecipeError` if adapters were trained with another scale than the adapters of *model* have.
 
     The scale, alpha / r, is in no tensor but in ``adapter_config.json``. *directories* has the one with this file for
@@ -188,8 +186,8 @@ def check_scales(
     if lines:
         raise RecipeError(
             "the adapters were trained with another scale than they have in this recipe",
-            where=where,
-            value=_shortened(lines),
+            where="init_from.path",
+            value=first_lines(lines),
             hint="the scale is alpha / r, or alpha / sqrt(r) with use_rslora: give the section peft the options r, "
             "alpha, alpha_pattern and use_rslora of their adapter_config.json",
         )
@@ -211,7 +209,7 @@ def shared_modules(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def check_tied(tied: Iterable[tuple[str, list[str]]], stored: Stored, where: str) -> None:
+def check_tied(tied: Iterable[tuple[str, list[str]]], stored: Stored) -> None:
     """Raise :class:`RecipeError` if tensors that are one in the model have different values in the sources.
 
     *tied* are the tensors of the model of which the sources have several copies, with their names there. The copies
@@ -228,7 +226,7 @@ def check_tied(tied: Iterable[tuple[str, list[str]]], stored: Stored, where: str
                 hint = _UNTIE_ADAPTERS if name.startswith(_PREFIX) else _UNTIE
     if lines:
         what = "tensors that are tied in this model have different values there"
-        raise RecipeError(what, where=where, value=_shortened(lines), hint=hint)
+        raise RecipeError(what, where="init_from.path", value=first_lines(lines), hint=hint)
 
 
 def _adapted_layers(model: Any) -> Iterator[tuple[str, tuple[int, float]]]:
@@ -237,10 +235,3 @@ def _adapted_layers(model: Any) -> Iterator[tuple[str, tuple[int, float]]]:
         scaling = getattr(module, "scaling", None)
         if isinstance(scaling, Mapping) and _ADAPTER in scaling:
             yield name.removeprefix(_PREFIX), (int(module.r[_ADAPTER]), float(scaling[_ADAPTER]))
-
-
-def _shortened(lines: Sequence[str]) -> str:
-    shown = list(lines[:_MAX_NAMED])
-    if len(lines) > _MAX_NAMED:
-        shown.append(f"and {len(lines) - _MAX_NAMED} more")
-    return "".join(f"\n    {line}" for line in shown)

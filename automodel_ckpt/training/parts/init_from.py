@@ -187,7 +187,7 @@ class Start:
         if MODEL in self._modules:
             for weights in self._whole:
                 self.differences += other_configs(self._modules[MODEL], weights)
-            check_scales(self._modules[MODEL], self.tensors, self._directories, "init_from.path")
+            check_scales(self._modules[MODEL], self.tensors, self._directories)
 
     def check_tied(self) -> None:
         """Raise :class:`RecipeError` if tensors that are one in the model have different values in the sources."""
@@ -195,7 +195,7 @@ class Start:
         if MODEL in self._modules:
             aliases |= shared_modules(self._modules[MODEL])
         copies = copies_of_tied(Names(self._here.shapes, aliases), self._there, self._prefix)
-        check_tied(copies, self.tensors, "init_from.path")
+        check_tied(copies, self.tensors)
 
     def fillings(self, name: str, module: nn.Module) -> dict[str, Filling]:
         """What fills the module *name*, by its own names."""

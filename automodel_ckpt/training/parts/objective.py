@@ -73,8 +73,8 @@ class Objective:
     perplexity of the next token, unless a subclass computes another loss."""
     sums_cross_entropy: ClassVar[bool] = True
     """Whether training minimizes the sum of cross-entropies. The output layer can keep such gradients in 16 bits."""
-    check_length: ContextCheck | None = None
-    """Raises for samples that are longer than the model's context. None: nothing is known about the context."""
+    limits: tuple[PreTrainedConfig, StepScheduler] | None = None
+    """The configuration with the length of the model's context, and the counters for messages. None: no limit."""
     evaluation: EvaluationSums | None = None
     """Adds up what a validation set measures. None in training."""
     z_loss: ZLoss | None = None
@@ -134,11 +134,10 @@ class Objective:
         # Such a micro-batch only keeps this rank in step with the others.
         return count.of(micro_batch, num_labels) if num_labels else 0.0
 
-    def size_here(self, micro_batches: Sequence[Tensors], *, with_flops: bool = False) -> BatchSize:
+    def size_here(self, micro_batches: Sequence[Tensors]) -> BatchSize:
         """Add up the sizes of this rank's *micro_batches*. Zero if another rank reports the same rows.
 
-        The ranks of a tensor or context parallel group, and all stages, have the same rows, which count once. With
-        *with_flops*, it has the floating-point operations of a training pass, for the log. 0 if they are unknown.
+        The ranks of a tensor or context parallel group, and all stages, have the same rows, which count once.
         """
         count, num_labels, num_tokens, flops = 0, 0, 0, 0.0
         if self.layout.reports:
@@ -147,8 +146,7 @@ class Objective:
                 count += size.count
                 num_labels += size.num_label_tokens
                 num_tokens += size.num_tokens
-                if with_flops:
-                    flops += self.flops_of(micro_batch)
+                flops += self.flops_of(micro_batch)
         return BatchSize(count, num_labels, num_tokens, flops)
 
     def start_batch(self, micro_batches: Sequence[Tensors]) -> None:
@@ -225,11 +223,19 @@ class Objective:
             PERPLEXITY: perplexity(totals.mean_loss),
         }
 
+    def check_length(self, num_tokens: int) -> None:
+        """Raise :class:`RecipeError` if a sample of *num_tokens*, padding included, is longer than the model's context.
+
+        Nothing is known about the context of some models.
+        """
+        if self.limits is not None:
+            model_config, scheduler = self.limits
+            check_context(model_config, num_tokens, f"a sample of step {scheduler.step + 1}")
+
     def rows_of(self, micro_batch: Tensors) -> Tensors:
         """The rows of *micro_batch* as the model sees them. Raises :class:`RecipeError` for samples that are too
         long."""
-        if self.check_length is not None:
-            self.check_length(longest_sample(micro_batch))
+        self.check_length(longest_sample(micro_batch))
         row_layout = self.trainable.row_layout
         return row_layout(micro_batch) if row_layout is not None else micro_batch
 
@@ -242,7 +248,7 @@ class Objective:
         """
         stage = self.trainable.stage
         assert stage is not None
-        if stage.is_last:
+        if stage.local.is_last:
             return self.row_loss(rows, hidden)
         # Other stages return hidden states in place of the logits.
         return logits_of(self.trainable.forward(self._inputs(rows, hidden)))
@@ -268,11 +274,11 @@ class Objective:
         On the last stage of a pipeline, *hidden* are the hidden states [B, T, H] of the stage before.
         """
         trainable = self.trainable
-        if trainable.mtp is not None and self.model.training:
-            return self._row_loss_of_depths(rows, trainable.mtp)
-        z_loss = self.z_loss if self.model.training else None
         part = self._part_of_row(rows["labels"].shape[1])
         inputs = self._inputs(rows, hidden)
+        if trainable.mtp is not None and self.model.training:
+            return self._row_loss_of_depths(inputs, rows, part, trainable.mtp)
+        z_loss = self.z_loss if self.model.training else None
         if trainable.loss_head is None:
             loss = self._loss_from_full_logits(inputs, rows, part, z_loss)
         else:
@@ -342,11 +348,11 @@ class Objective:
             self._is_known_sum = check_is_sum(self.loss_fn, logits.flatten(0, 1), shifted)
         return loss
 
-    def _row_loss_of_depths(self, rows: Tensors, mtp: MultiTokenPrediction) -> torch.Tensor:
+    def _row_loss_of_depths(
+        self, inputs: Tensors, rows: Tensors, part: slice, mtp: MultiTokenPrediction
+    ) -> torch.Tensor:
         """Compute the loss of *rows* as :meth:`row_loss` does, and keep the losses of further tokens in *mtp*."""
         trainable = self.trainable
-        part = self._part_of_row(rows["labels"].shape[1])
-        inputs = self._inputs(rows, None)
         from automodel_ckpt.loss.mtp_loss import labels_of_depths
 
         labels = labels_of_depths(rows["labels"], mtp.num_depths, rows.get("position_ids"))
@@ -437,20 +443,3 @@ def build_loss_fn(section: Target | None, device: torch.device) -> LossFn:
         # A module without parameters has nothing to save, and would be state as an attribute; its method is not.
         return loss_fn if loss_fn.state_dict() else loss_fn.forward
     return loss_fn  # type: ignore[no-any-return]
-
-
-class ContextCheck:
-    """Checks that samples, padding included, are not longer than a model's context."""
-
-    def __init__(self, model_config: PreTrainedConfig, scheduler: StepScheduler) -> None:
-        self._model_config = model_config
-        self._scheduler = scheduler
-        self._longest = 0
-
-    def __call__(self, num_tokens: int) -> None:
-        """Raise :class:`RecipeError` if a sample of *num_tokens* does not fit."""
-        if num_tokens <= self._longest:
-            return
-        where = f"a sample of step {self._scheduler.step + 1}"
-        check_context(self._model_config, num_tokens, where)
-        self._longest = num_tokens

@@ -144,8 +144,11 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
             if any(map(each.matches, group.params)):
                 place = 2 * number
                 break
+        is_without_decay = section.no_decay == "auto" and each.is_norm_or_bias
+        if isinstance(section.no_decay, list):
+            is_without_decay = any(map(each.matches, section.no_decay))
         applies = _no_decay_applies(section, planned[place].section)
-        planned[place + (applies and _is_without_decay(section, each))].members.append(each)
+        planned[place + (applies and is_without_decay)].members.append(each)
     sizes = add_up([len(group.members) for group in planned])
     for number, group in enumerate(section.groups, 1):
         if not any(sizes[2 * number : 2 * number + 2]):
@@ -221,13 +224,6 @@ def _no_decay_applies(section: Section, group: Group | None) -> bool:
     return is_class and "weight_decay" in inspect.signature(function).parameters
 
 
-def _is_without_decay(section: Section, trained: Trained) -> bool:
-    if section.no_decay == "auto":
-        return trained.is_norm_or_bias
-    patterns = section.no_decay if isinstance(section.no_decay, list) else []
-    return any(map(trained.matches, patterns))
-
-
 def divided_by_width(
     section: Section, groups: Sequence[PlannedGroup], factor: float, add_up: AddUp
 ) -> list[PlannedGroup]:
@@ -271,17 +267,14 @@ def inherited(section: Section, group: TargetGroup) -> dict[str, Any]:
     parameters = inspect.signature(callable_of(group)).parameters
     found = {}
     for name, value in settings.items():
-        is_open = name in parameters and name not in group.kwargs
-        if is_open and _has_form(value, parameters[name].default):
+        if name not in parameters or name in group.kwargs:
+            continue
+        default = parameters[name].default
+        # Adafactor's eps is a pair, AdamW's a number.
+        has_form = isinstance(default, tuple | list) == isinstance(value, tuple | list)
+        if has_form or default is None or default is inspect.Parameter.empty:
             found[name] = value
     return found
-
-
-def _has_form(value: Any, default: Any) -> bool:
-    """Whether *value* can replace the *default* of a parameter: Adafactor's eps is a pair, AdamW's a number."""
-    if default is None or default is inspect.Parameter.empty:
-        return True
-    return isinstance(default, tuple | list) == isinstance(value, tuple | list)
 
 
 def _rate_and_decay(section: Section, group: PlannedGroup) -> tuple[float, float]:

@@ -98,7 +98,8 @@ class MemorySaves:
             )
         self._on_nodes: dict[Path, CheckpointOnNodes] = {}
         self.find()
-        self._checkpointer: Checkpointer | None = Checkpointer(
+        # None after a failure.
+        self.checkpointer: Checkpointer | None = Checkpointer(
             self.directory,
             ranks,
             group,
@@ -107,7 +108,7 @@ class MemorySaves:
             is_quiet=True,
             nodes=self.nodes,
         )
-        self._checkpointer.open()
+        self.checkpointer.open()
 
     def find(self) -> None:
         """Let the checkpointer of the run directory find the checkpoints in memory. Collective.
@@ -120,16 +121,11 @@ class MemorySaves:
             self._on_nodes = survey(self.nodes, self._group, self._verify, self._record.is_current)
         self._disk.run.memory, self._disk.loader.on_nodes = self.directory, dict(self._on_nodes)
 
-    @property
-    def checkpointer(self) -> Checkpointer | None:
-        """What saves to memory. None after a failure."""
-        return self._checkpointer
-
     def share_notes(self, disk: Checkpointer) -> None:
         """Give memory checkpoints the notes of *disk*'s checkpoints, and their files in addition to weights. Local."""
-        if self._checkpointer is not None:
-            self._checkpointer.assets.update(disk.assets)
-            self._checkpointer.notes.update(disk.notes)
+        if self.checkpointer is not None:
+            self.checkpointer.assets.update(disk.assets)
+            self.checkpointer.notes.update(disk.notes)
 
     def start(self, resumed: Resumed | None, step: int) -> None:
         """Remove what an earlier start left, except the checkpoint that was *resumed*. The run is at *step*."""
@@ -142,8 +138,8 @@ class MemorySaves:
                 self._record = self._record.next("" if base is None else base.manifest.digest)
                 self._record.write(self._disk.directory.absolute())
         self._record = agree.broadcast_object(self._group, self._record)
-        if self._checkpointer is not None:
-            self._checkpointer.notes[GENERATION] = self._record.generation
+        if self.checkpointer is not None:
+            self.checkpointer.notes[GENERATION] = self._record.generation
         if self._gave_up:
             return
         with agree.raise_on_all_ranks(self._group, _as_recipe_error):
@@ -155,7 +151,7 @@ class MemorySaves:
 
         Called before the first step. Collective.
         """
-        checkpointer = self._checkpointer
+        checkpointer = self.checkpointer
         if checkpointer is None:
             return
         doing = "estimating the size of a checkpoint in memory"
@@ -194,7 +190,7 @@ class MemorySaves:
 
     def is_due(self, scheduler: StepScheduler) -> bool:
         """Whether the present step is to be saved. A collective, with ``every_steps: auto``."""
-        checkpointer = self._checkpointer
+        checkpointer = self.checkpointer
         if checkpointer is None or scheduler.step < self._next_step:
             return False
         if not self._is_auto:
@@ -210,7 +206,7 @@ class MemorySaves:
         After a failure, a warning is logged, and the next step that is due is saved. After _MAX_FAILURES in a row,
         saves to memory end. Training continues.
         """
-        assert self._checkpointer is not None, "it was due"
+        assert self.checkpointer is not None, "it was due"
         # A save in progress does it when it is published.
         if self._is_rank0 and not self._disk.is_writing:
             # Otherwise, a restart would prefer their later steps to the checkpoint that is saved now.
@@ -219,7 +215,7 @@ class MemorySaves:
                 self._disk.run.set_aside_abandoned()
         started = time.monotonic()
         try:
-            save(self._checkpointer)
+            save(self.checkpointer)
         except (SaveFailed, LeaseLost) as failure:
             # Perhaps the failure of an earlier save, which was in progress.
             self._note_failure(failure)
@@ -252,7 +248,7 @@ class MemorySaves:
 
     def _give_up(self, failure: AutomodelError, count: str = "no more") -> None:
         """Continue without checkpoints in memory. The warning says that there are *count*."""
-        checkpointer, self._checkpointer = self._checkpointer, None
+        checkpointer, self.checkpointer = self.checkpointer, None
         assert checkpointer is not None
         self._gave_up = True
         self._disk.run.memory, self._disk.loader.on_nodes = None, {}
@@ -270,21 +266,21 @@ class MemorySaves:
 
     def finish_save(self) -> None:
         """Wait for the save in progress. Its failure counts as one of :meth:`save`. Collective."""
-        if self._checkpointer is None:
+        if self.checkpointer is None:
             return
         try:
-            self._checkpointer.wait_for_save()
+            self.checkpointer.wait_for_save()
         except (SaveFailed, LeaseLost) as failure:
             self._note_failure(failure)
 
     def wait(self) -> None:
         """Wait until this rank has no save in progress. Local."""
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
+        if self.checkpointer is not None:
+            self.checkpointer.wait()
 
     def close(self) -> None:
         """Release the directory, and keep its checkpoints for the next start. Local."""
-        checkpointer, self._checkpointer = self._checkpointer, None
+        checkpointer, self.checkpointer = self.checkpointer, None
         if checkpointer is not None:
             if self.nodes is not None:
                 # It could wait forever for the files of a node if the process there has ended already.

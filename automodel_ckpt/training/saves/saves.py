@@ -277,16 +277,12 @@ class Saves:
         self._run_log.progress.follow(
             lambda: saving_text(checkpointer.saving(), self._recipe.layout.world_size)
         )
-        return self._write_checkpoint(
+        return self.write(
             checkpointer, losses, validated=validated, last=last, on_saved=self.note_saved
         )
 
     @_measured
-    def save_in_memory(self, checkpointer: Checkpointer, losses: Mapping[str, Any]) -> None:
-        """Save the present step with the *checkpointer* of memory checkpoints. Raises :class:`SaveFailed`."""
-        self._write_checkpoint(checkpointer, losses)
-
-    def _write_checkpoint(
+    def write(
         self,
         checkpointer: Checkpointer,
         losses: Mapping[str, Any],
@@ -295,7 +291,10 @@ class Saves:
         last: bool = False,
         on_saved: Callable[[SaveReport], None] | None = None,
     ) -> SaveReport:
-        """Pass the state and the counters of the present step to *checkpointer*. Raises :class:`SaveFailed`."""
+        """Pass the state and the counters of the present step to *checkpointer*, on disk or in memory.
+
+        Raises :class:`SaveFailed`.
+        """
         scheduler = self._scheduler
         if self.replica_check is not None and scheduler.step != self._compared_step:
             self.replica_check.check(scheduler.step)

@@ -67,10 +67,6 @@ class HubName:
         """The branch, tag or commit that the recipe asks for."""
         return self.values.get(self.revision_key)
 
-    def pin(self, commit: str) -> None:
-        """Let the recipe ask for *commit*."""
-        self.values[self.revision_key] = commit
-
     @property
     def asked(self) -> str:
         """The name and the revision that the recipe asks for, as :data:`FURTHER` has them."""
@@ -193,7 +189,7 @@ def pin_base(
     if checkpointer is not None:
         checkpointer.notes.update(notes)
     for name in [name for name in hub_names(config) if name.where in commits]:
-        name.pin(commits[name.where])
+        name.values[name.revision_key] = commits[name.where]
     return config
 
 

@@ -111,9 +111,11 @@ def log_omitted_state(recipe: object, untracked: Collection[str]) -> None:
 
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of torch's optimizers that choose an implementation, and not what it computes."""
-_APPLY = " (optimizer.on_resume: recipe applies it)"
-_KEPT = "the optimizer's %s%s continues as saved, %s; the recipe's %s is not applied" + _APPLY
-_TAKEN = "the optimizer's %s%s is the recipe's from here on, %s; it was %s"
+_KEPT = (
+    "the %s%s continues as saved, %s; the recipe's %s is not applied "
+    "(optimizer.on_resume: recipe applies it)"
+)
+_TAKEN = "the %s%s is the recipe's from here on, %s; it was %s"
 
 
 class RecipeOptions:
@@ -157,15 +159,15 @@ class RecipeOptions:
             # The rate of a schedule that is left out is replaced by the recipe's.
             has_lost_schedule = self._schedule is None and SCHEDULE in saved
             for name, where, loaded, new in self._options(has_lost_schedule=has_lost_schedule):
-                self._choose(name, where, loaded, new)
+                self._choose(name, f"optimizer's {name}", where, loaded, new)
             self._set_state_options()
         if self._from_recipe:
-            self._restore_options()
+            self._restore()
         if self._schedule is not None and SCHEDULE in saved:
             self._follow(self._schedule, scheduler, saved_rate)
         elif self._schedule is not None or SCHEDULE in saved:
             # The rate of a schedule that is left out may be 0.0.
-            self._restore()
+            self._restore(("lr", "initial_lr"))
             what = "the checkpoint's schedule is left out"
             if self._schedule is not None:
                 what = "no schedule was loaded"
@@ -212,24 +214,29 @@ class RecipeOptions:
             ignored |= {"lr", "initial_lr"}
         pairs = zip(self._groups, self._present_groups(), strict=False)
         for number, (of_group, loaded) in enumerate(pairs):
-            where = f" of parameter group {number}" if len(self._groups) > 1 else ""
+            where = self._in_words(number)
             for name, value in of_group.items():
                 new_values, saved = _numbers(value), _numbers(loaded.get(name, ()))
                 if new_values and saved and name not in ignored:
                     yield name, where, saved, new_values
 
-    def _choose(self, name: str, where: str, saved: list[Any], new: list[Any]) -> None:
-        """Log which of two values of an option is used from here on."""
+    def _in_words(self, number: int) -> str:
+        return f" of parameter group {number}" if len(self._groups) > 1 else ""
+
+    def _choose(self, name: str, label: str, where: str, saved: list[Any], new: list[Any]) -> None:
+        """Log which of two values of the option *name* is used from here on."""
         if self._from_recipe:
             if new != saved:
-                log.warning(_TAKEN, name, where, _as_text(new), _as_text(saved))
+                log.warning(_TAKEN, label, where, _as_text(new), _as_text(saved))
             return
         if self._in_section(name) == new:
             self._of_section.setdefault(name, []).append(saved)
         if new != saved:
-            if not self._is_by_no_decay(name, new):
+            # With an override of 0, no group would have weight decay. Otherwise it is by optimizer.no_decay.
+            is_without_decay = name == "weight_decay" and new == [0.0]
+            if not is_without_decay or not any(group.get(name) for group in self._groups):
                 self._check_override(name, saved, new)
-            log.warning(_KEPT, name, where, _as_text(saved), _as_text(new))
+            log.warning(_KEPT, label, where, _as_text(saved), _as_text(new))
 
     def _set_state_options(self) -> None:
         """Let the state of optimizers with 8-bit moments be as the chosen options require."""
@@ -240,13 +247,6 @@ class RecipeOptions:
                 # The log has the summary of the state that the recipe describes.
                 log.info("%s: %s", type(optimizer).__name__, optimizer.state_summary)
 
-    def _is_by_no_decay(self, name: str, new: list[float]) -> bool:
-        """Whether a group has no weight decay because of ``optimizer.no_decay``, not because an override is 0."""
-        if name != "weight_decay" or new != [0.0]:
-            return False
-        # With an override of 0, no group would have weight decay.
-        return any(group.get(name) for group in self._groups)
-
     def _check_override(self, name: str, saved: list[Any], new: list[Any]) -> None:
         """Raise :class:`RecipeError` if the command line gives the option *name*, and the resume ignores it."""
         for key in self._overridden:
@@ -256,22 +256,10 @@ class RecipeOptions:
                 change = Change(changed, _as_text(saved), _as_text(new))
                 raise RecipeError.all_of([override_problem(key, change, self._checkpoint)])
 
-    def _restore_options(self) -> None:
-        """Replace all options that were loaded. A schedule computes its rates again."""
+    def _restore(self, names: Collection[str] | None = None) -> None:
+        """Set the options *names*, by default all, that the recipe built. A schedule changes its rates in place."""
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(options)
-        if self._schedule is not None and self._rates != self._schedule.base_lrs:
-            log.warning(
-                "the peak learning rate is the recipe's from here on, %s; it was %s",
-                self._rates,
-                self._schedule.base_lrs,
-            )
-            self._schedule.base_lrs = list(self._rates)
-
-    def _restore(self, names: Collection[str] = ("lr", "initial_lr")) -> None:
-        """Set the options *names* that the recipe built. A schedule changes its rates in place."""
-        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
-            for name in names:
+            for name in options if names is None else names:
                 if name in options:
                     group[name] = options[name]
                 else:
@@ -279,16 +267,11 @@ class RecipeOptions:
 
     def _follow(self, schedule: LRScheduler, scheduler: StepScheduler, saved_rate: float) -> None:
         """Set the rates of *schedule* at the present step, and log if the next step's rate is not *saved_rate*."""
-        if self._rates != schedule.base_lrs:
-            self._check_override("lr", schedule.base_lrs, self._rates)
-            message = (
-                "the peak learning rate continues as saved, %s; the recipe's %s is not applied"
-                + _APPLY
-            )
-            log.warning(message, schedule.base_lrs, self._rates)
-            for saved, new in zip(schedule.base_lrs, self._rates, strict=True):
-                if self._in_section("lr") == [new]:
-                    self._of_section.setdefault("lr", []).append([saved])
+        for number, rates in enumerate(zip(schedule.base_lrs, self._rates, strict=True)):
+            loaded, new = rates
+            self._choose("lr", "peak learning rate", self._in_words(number), [loaded], [new])
+        if self._from_recipe:
+            schedule.base_lrs = list(self._rates)
         if isinstance(schedule, LambdaLR):
             # Its rates are a function of the step alone, so they can be computed again.
             follow_schedule(schedule)

@@ -24,6 +24,7 @@ from automodel_ckpt.parallel.precision import float32_precision, set_float32_pre
 from automodel_ckpt.parallel.ranks import agree
 from automodel_ckpt.parallel.ranks.stop import PeerStop, StopRequest, stop_request
 from automodel_ckpt.training.values.run_log import RunLog
+from automodel_ckpt.training.watch.batch_errors import listed
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -46,10 +47,9 @@ def validate_equal_on_all_ranks(config_yaml: str, group: ProcessGroup | None) ->
     problem = None
     if different:
         shown = different[:SHOWN]
-        more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
         problem = RecipeError(
             "this rank has another recipe, or other software, than rank 0",
-            where=", ".join(shown) + more,
+            where=listed(different),
             value="; ".join(f"{key}: {mine.get(key)}, not {first.get(key)}" for key in shown),
             hint="give all machines the same recipe, overrides and versions; what has to differ can be written "
             "${oc.env:NAME}",
@@ -128,18 +128,14 @@ def start_rank(
             "nothing is saved, because checkpoint.enabled is false; no effect: %s",
             ", ".join(unused),
         )
-    _apply_process_settings(config, layout.device.type)
-    return layout, request, run_log
-
-
-def _apply_process_settings(config: RecipeConfig, device_type: str) -> None:
-    """Set what torch has one value of per process: determinism, the precision of products, and the seeds."""
     if config.deterministic:
         # cuBLAS reads it when it is initialized; without it, deterministic algorithms raise on GPUs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
+    device_type = layout.device.type
     set_float32_precision(float32_precision(config, device_type), device_type)
     seed_everything(config.seed)
+    return layout, request, run_log
 
 
 _PACKAGE = "automodel_ckpt."

@@ -132,27 +132,15 @@ class StepResult:
 class Validation:
     """The mean loss over the validation set, the number of its label tokens, and the number of terms of its loss.
 
-    *losses* are the mean losses over the sets in ``validation_datasets``, by name. *further* are the metrics in
-    addition to the losses, by the names that logs have.
+    *further* are the losses of the sets in ``validation_datasets`` and all other metrics, by the names that logs have.
     """
 
     loss: float
     num_label_tokens: int
     count: int
-    losses: Mapping[str, float] = field(default_factory=dict)
     further: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, float]:
         """All metrics by the names that logs and ``losses.json`` have."""
-        named = {f"val_loss_{name}": loss for name, loss in self.losses.items()}
-        return {"val_loss": self.loss, **named, **self.further}
-
-
-@dataclass(frozen=True, slots=True)
-class PromptCompletion:
-    """A *prompt* of the recipe, and the *text* of *num_tokens* tokens that the model generated after it."""
-
-    prompt: str
-    text: str
-    num_tokens: int
+        return {"val_loss": self.loss, **self.further}

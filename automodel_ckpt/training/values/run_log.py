@@ -29,7 +29,6 @@ from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.model.sections import logs_mfu
 from automodel_ckpt.training.values.records import (
     LABEL_TOKENS,
-    PromptCompletion,
     StepResult,
     Validation,
 )
@@ -90,14 +89,9 @@ class RunLog:
         """What the logged MFU is relative to, in FLOP/s. None when it is unknown."""
         self._handler = set_up_logging(self.progress, settings.level, layout.rank, self._text_log)
 
-    @property
-    def logs_mfu(self) -> bool:
-        """Whether the floating-point operations of a step are logged, the same on all ranks."""
-        return logs_mfu(self._settings, self._layout)
-
     def measure_device(self, dtype: torch.dtype) -> None:
         """Measure the rate that the logged MFU is relative to, for products in *dtype*. Call it on all ranks."""
-        if self.logs_mfu:
+        if logs_mfu(self._settings, self._layout):
             from automodel_ckpt.logs.device_rate import device_rate
 
             self.device_rate = device_rate(self._layout.device, dtype, self._settings.peak_tflops)
@@ -244,15 +238,12 @@ class RunLog:
         self._append(self.validation, record)
 
     def log_completions(
-        self, scheduler: StepScheduler, completions: Sequence[PromptCompletion]
+        self, scheduler: StepScheduler, completions: Sequence[Mapping[str, Any]]
     ) -> None:
         """Show completions of the section ``generation``, and write them as one line of ``training.jsonl``."""
-        records = []
         for each in completions:
-            log.info("step %d: %r -> %r", scheduler.step, each.prompt, each.text)
-            record = {"prompt": each.prompt, "text": each.text, "tokens": each.num_tokens}
-            records.append(record)
-        self.log_event("completions", scheduler.step, {"completions": records})
+            log.info("step %d: %r -> %r", scheduler.step, each["prompt"], each["text"])
+        self.log_event("completions", scheduler.step, {"completions": completions})
 
     def log_benchmarks(self, scheduler: StepScheduler, metrics: Sequence[TaskMetric]) -> None:
         """Write the metrics of the section ``evaluation`` as a line of ``validation.jsonl``."""

@@ -169,7 +169,7 @@ class Divergence:
                 value=str(spikes.rule.max_rollbacks),
                 hint=_HINT,
             )
-        left_out = spikes.left_out()
+        left_out = list(spikes.left_out)
         with self._run_log.timeline.phase(timeline.OTHER):
             resumed = self._saves.roll_back(target) if target >= 0 else None
         if resumed is None:
@@ -233,14 +233,10 @@ class Divergence:
         scheduler = self._scheduler
         if scheduler.note_finite(step.is_finite):
             self._stop(step)
-        limits = (
-            [_FIRST_STEPS]
-            if scheduler.planned_steps is None
-            else [_FIRST_STEPS, scheduler.planned_steps]
-        )
+        limit = min(_FIRST_STEPS, scheduler.planned_steps or _FIRST_STEPS)
         # The recipe's limit is used instead, if it has one.
         has_limit = scheduler.settings.stop_after_nonfinite_steps is not None
-        if self._has_no_update and not has_limit and step.step >= min(limits):
+        if self._has_no_update and not has_limit and step.step >= limit:
             raise TrainingDiverged(
                 "no step had a finite gradient norm, so that no weight has changed",
                 where=f"the first {counted(step.step, 'step')}",

@@ -139,7 +139,10 @@ def hints_for(config: RecipeConfig, num_ranks: int) -> list[str]:
     return hints[:_NUM_HINTS]
 
 
-_NUM_SHOWN = 5
+def listed(names: Sequence[object], limit: int = 5) -> str:
+    """The first *limit* of *names* for a message, and how many there are besides."""
+    shown = ", ".join(map(str, names[:limit]))
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def check_all_trained(
@@ -165,7 +168,6 @@ def check_all_trained(
     if not unused:
         return
     names = list(unused)
-    shown = ", ".join(names[:_NUM_SHOWN]) + (" ..." if len(names) > _NUM_SHOWN else "")
     key, verb = "model.freeze", "freeze them"
     if has_adapters:
         key, verb = "peft.exclude_modules", "leave them out"
@@ -175,7 +177,7 @@ def check_all_trained(
     problem = Problem(
         "trained parameters got no gradient in the first step",
         key,
-        f"{len(names)} of them: {shown}",
+        f"{len(names)} of them: {listed(names)}",
         f"if no batch uses them, {verb}: {key}: {sorted(usable)}",
     )
     if waits_for_all:

@@ -9,11 +9,9 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any
 
 from automodel_ckpt.checkpoint import Checkpointer
@@ -25,14 +23,13 @@ from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks import hang_action, hangs
 from automodel_ckpt.parallel.ranks.agree import gather_or_raise
-from automodel_ckpt.parallel.ranks.hangs import RankState, Verdict
+from automodel_ckpt.parallel.ranks.hangs import RankState
 from automodel_ckpt.parallel.ranks.process_stacks import (
     ProcessAddress,
     StackDump,
     report_on,
 )
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.training.watch.stragglers import StragglerWatch
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -115,12 +112,7 @@ class HangWatch:
             address = self._dump.address
         return address, socket.gethostname(), self._start
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join(_JOIN_SECONDS)
         if self._dump is not None:
@@ -142,10 +134,6 @@ class HangWatch:
         return median(times) if len(times) >= _MIN_STEPS else None
 
     # ---------------------------------------------------------------- the thread
-
-    @property
-    def _is_stopping(self) -> bool:
-        return self._stop_request.wanted
 
     def _watch(self) -> None:
         while True:
@@ -171,7 +159,7 @@ class HangWatch:
 
     def _check(self) -> None:
         step = self._completed + 1
-        if self._is_stopping and not self._has_noticed_stop:
+        if self._stop_request.wanted and not self._has_noticed_stop:
             self._has_noticed_stop = True
             # A hang that was only reported ends the run now.
             self._reported.clear()
@@ -187,7 +175,7 @@ class HangWatch:
 
     def _limit(self) -> float:
         usual, least = self._usual, self._settings.min_seconds
-        if self._is_stopping:
+        if self._stop_request.wanted:
             least = min(least, _STOP_MIN_SECONDS)
         if usual is not None:
             return max(least, self._settings.factor * usual)
@@ -247,9 +235,13 @@ class HangWatch:
             return
         if self._completed + 1 != step:
             return
-        text = self._text(step, seconds, found, directory)
+        duration = f"no collective has begun for {seconds:.0f} s"
+        usual = self._usual
+        if usual is not None:
+            duration = f"it takes {seconds:.0f} s, and the median is {usual:.3g} s"
+        text = f"step {step} hangs: {duration}\n  {found.text}\n  stacks of all ranks: {directory}"
         ends = self._settings.restart and hang_action.may_restart(os.environ)
-        if self._is_stopping and hang_action.restart is not None:
+        if self._stop_request.wanted and hang_action.restart is not None:
             ends = True
             text += "\n  a stop was requested, which waited for this step: nothing was saved"
         mark = f"start {self._start} {'is restarted' if ends else 'waits'}"
@@ -294,23 +286,3 @@ class HangWatch:
     def _is_on_this_node(self, rank: int) -> bool:
         address = self._addresses[rank]
         return rank == self._layout.rank or (address is not None and address.is_on_this_node)
-
-    def _text(self, step: int, seconds: float, found: Verdict, directory: Path) -> str:
-        duration = f"no collective has begun for {seconds:.0f} s"
-        usual = self._usual
-        if usual is not None:
-            duration = f"it takes {seconds:.0f} s, and the median is {usual:.3g} s"
-        return f"step {step} hangs: {duration}\n  {found.text}\n  stacks of all ranks: {directory}"
-
-
-@contextmanager
-def watching(loop: Any) -> Iterator[tuple[HangWatch, StragglerWatch]]:
-    """Watch the steps of the training *loop* for hangs and slow ranks (section ``hangs``). Entering is a collective."""
-    run_log = loop.run_log
-    with HangWatch(loop) as watch:
-        yield (
-            watch,
-            StragglerWatch(
-                loop.config.hangs, loop.layout, run_log.timeline, watch.hosts, run_log.log_event
-            ),
-        )

@@ -24,10 +24,9 @@ from automodel_ckpt.parallel.gradient_norm import complete_gradient
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.precision import compute_dtype
 from automodel_ckpt.parallel.ranks import agree
-from automodel_ckpt.training.watch.batch_errors import in_all_layers
+from automodel_ckpt.training.watch.batch_errors import in_all_layers, listed
 
 KEY = "checkpoint.verify_replicas"
-_MAX_NAMED = 8
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -97,10 +96,8 @@ def _difference(
             for rank in outliers({rank: sums[rank][name] for rank in ranks}):
                 differing.setdefault(rank, name)
     ranks = sorted(differing)
-    listed = ", ".join(str(rank) for rank in ranks[:_MAX_NAMED])
-    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
     return AutomodelError(
-        f"replicas of the model differ after step {step}: rank {listed}{more} has other values",
+        f"replicas of the model differ after step {step}: rank {listed(ranks, 8)} has other values",
         where=f"{KEY}: {differing[ranks[0]]}",
         value="silent data corruption",
         hint="check the memory and the GPU of each of these ranks; the same command continues from the last checkpoint",
@@ -125,7 +122,6 @@ _MAX_STEPS = 10
 _NUM_SUMS = 8
 _NEGLIGIBLE = 1e-6
 """A gradient with a norm below this part of the largest one may be rounding only, which differs between ranks."""
-_NUM_NAMED = 5
 
 
 class ReplicatedGradients:
@@ -244,13 +240,11 @@ def _error(differing: Mapping[str, float]) -> RecipeError:
     # The backward pass starts at the loss: the last modules are the closest to the cause.
     for name in reversed([*differing]):
         names[in_all_layers(name)] = None
-    shown = ", ".join([*names][:_NUM_NAMED])
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return RecipeError(
         "the tensor parallel plan is incomplete: the copies of replicated parameters get different gradients on the "
         "ranks of a group, and would diverge",
         where="distributed.tp_size",
-        value=f"{shown}{more}",
+        value=listed([*names]),
         hint="remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan in which modules that "
         "see only a rank's heads or columns have the style replicated_with_grad_allreduce",
     )

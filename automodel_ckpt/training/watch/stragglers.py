@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,17 +26,14 @@ from torch.utils._pytree import tree_leaves
 from automodel_ckpt.base.device_copies import Mark
 from automodel_ckpt.checkpoint.run.timeline import ARRIVAL, DATA, FORWARD, STEPS, STRAGGLER
 from automodel_ckpt.config.keys.monitoring import HangsConfig
-from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.ranks.hangs import rank_name
 
 log = logging.getLogger("automodel_ckpt")
 
 _NUM_FIGURES = 4
 
 Rows = Mapping[str, Any]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,48 +99,23 @@ class ForwardTimer:
             return
         self._waits, self._begin = [], None
         start = Mark(self._device)
+        # The largest tensor of integers: token ids or labels, with padding.
+        sizes = []
+        for leaf in tree_leaves(dict(rows)):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point():
+                sizes.append(leaf.numel())
         try:
             yield
             self._newest = ForwardTime(
-                start, Mark(self._device), tuple(self._waits), _num_tokens(rows)
+                start, Mark(self._device), tuple(self._waits), max(sizes, default=0)
             )
         finally:
             self._waits = None
-
-    def measured(self, compute: Callable[..., Result]) -> Callable[..., Result]:
-        """Return *compute* with its first call of a step measured. Its first argument is a micro-batch."""
-
-        def call(rows: Rows, *arguments: Any) -> Result:
-            with self.measuring(rows):
-                return compute(rows, *arguments)
-
-        return call
 
     def take(self) -> ForwardTime | None:
         """Return the time of this step, and begin a new step. Returns None when nothing was computed."""
         newest, self._newest = self._newest, None
         return newest
-
-
-def build_forward_timer(
-    model: nn.Module, layout: RankLayout, config: RecipeConfig
-) -> ForwardTimer | None:
-    """Build what measures forward passes of *model* to find slow ranks. Returns None when that would cost too much."""
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    # Hooks would interrupt the graphs of compiled layers.
-    if is_sharded and config.compile.enabled:
-        return None
-    return ForwardTimer(model, layout.device)
-
-
-def _num_tokens(rows: Rows) -> int:
-    """Return the number of elements of the largest tensor of integers: token ids or labels, with padding."""
-    sizes = [
-        leaf.numel()
-        for leaf in tree_leaves(dict(rows))
-        if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()
-    ]
-    return max(sizes, default=0)
 
 
 Figures = np.ndarray[Any, np.dtype[np.float64]]
@@ -290,9 +262,7 @@ class StragglerWatch:
         slow = {(each.rank, each.part): each for each in found}
         again = self._slow_before & slow.keys()
         self._slow_before = set(slow)
-        for key in sorted(self._num_windows.keys() - again):
-            name = rank_name(key[0], self._hosts)
-            log.info("%s is no longer slower than the others", name)
+        for key in self._num_windows.keys() - again:
             del self._num_windows[key]
         for key in sorted(again):
             self._report(step, slow[key], num_steps)
@@ -301,12 +271,11 @@ class StragglerWatch:
         """Write a line for each window, and messages less and less often."""
         key = (straggler.rank, straggler.part)
         # The first report is about two windows.
-        num_before = self._num_windows[key]
-        self._num_windows[key] += 1 if num_before else 2
+        num_new = 1 if key in self._num_windows else 2
+        self._num_windows[key] += num_new
         num_windows = self._num_windows[key]
-        steps = num_steps * (1 if num_before else 2)
         record = asdict(straggler) | {"share": straggler.share}
-        record |= {"node": self._hosts[straggler.rank], "steps": steps}
+        record |= {"node": self._hosts[straggler.rank], "steps": num_steps * num_new}
         self._log_record(STRAGGLER, step, record)
         if num_windows & (num_windows - 1) == 0:
             log.warning("%s", straggler_text(straggler, self._hosts, num_steps * num_windows))

@@ -119,7 +119,9 @@ def test_another_peak_rate_and_another_schedule_are_reported(
     recipe = CONTINUED.replace("CONFIG", str(SOURCE)).replace("RUN", str(run))
     recipe = recipe.replace("lr: 1e-2", "lr: 3e-2").replace("max_steps: 10", "max_steps: 6")
     train(write_recipe(tmp_path, recipe))
-    assert "the peak learning rate continues as saved, [0.01, 0.01]; the recipe's" in caplog.text
+    assert (
+        "the peak learning rate of parameter group 1 continues as saved, 0.01; the" in caplog.text
+    )
     assert "the schedule changed: the learning rate of step 6 is" in caplog.text
 
 

@@ -78,7 +78,7 @@ def trained_batches(
         batches.append(consumed)
         spike = detector.note(step, 9.0 if consumed in bad else 1.0, 1.0)
         if spike is not None:
-            target, left_out = step - rule.rollback, detector.left_out()
+            target, left_out = step - rule.rollback, list(detector.left_out)
             num_rollbacks = detector.num_rollbacks + 1
             assert num_rollbacks <= rule.max_rollbacks
             step = max(each for each in checkpoints if each <= target)

@@ -84,7 +84,7 @@ def test_with_on_resume_recipe_a_schedule_of_factors_is_where_the_recipes_would_
         options.compare(at_step(5), {"optimizer", "lr_scheduler"}, Path("x"))
     assert steps_of(optimizer, schedule, 5) == pytest.approx(expected[5:])
     peak, changed = caplog.messages
-    assert peak == "the peak learning rate is the recipe's from here on, [0.3]; it was [0.1]"
+    assert peak == "the peak learning rate is the recipe's from here on, 0.3; it was 0.1"
     assert changed == (
         "the schedule changed: the learning rate of step 6 is 0.15, it would have been 0.001"
     )
