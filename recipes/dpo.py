@@ -8,7 +8,6 @@ logs show.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +21,9 @@ from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.config.keys.kinds import DPOConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
-from automodel_ckpt.data.batches.sampler import rank_part
 from automodel_ckpt.data.mixture import for_each_source
-from automodel_ckpt.data.preference import CHOSEN, REJECTED, SCORES, ScoredPairs, Scores
+from automodel_ckpt.data.preference import CHOSEN, REJECTED, SCORES, ScoredPairs
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.recipes.preference import (
     PairFinetune,
     PairObjective,
@@ -49,7 +46,12 @@ class DPO(PairObjective):
         """Compute the loss of the pairs in *micro_batch*, summed."""
         rows = self.pair_rows(micro_batch)
         # The reference first: with adapters, both passes use the same parameters.
-        reference = self._reference_of(micro_batch, rows)
+        if SCORES[0] in micro_batch:
+            # Computed before training.
+            scores = torch.stack([micro_batch[name] for name in SCORES], dim=1)
+            reference = self._on_device(scores.flatten())
+        else:
+            reference = self.reference_log_probs(rows)
         log_probs = self.log_probs(rows)
         gains = log_probs - reference
         num_labels = self._on_device(label_counts(rows)).clamp(min=1)
@@ -75,13 +77,6 @@ class DPO(PairObjective):
         if section.loss == "robust":
             return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
         return (1 - smoothing) * right + smoothing * wrong
-
-    def _reference_of(self, micro_batch: Tensors, rows: Tensors) -> torch.Tensor:
-        """The log-probabilities [2 P] of the rows under the reference, computed now or before training."""
-        if SCORES[0] not in micro_batch:
-            return self.reference_log_probs(rows)
-        scores = torch.stack([micro_batch[name] for name in SCORES], dim=1)
-        return self._on_device(scores.flatten())
 
 
 def _difference(values: torch.Tensor) -> torch.Tensor:
@@ -140,8 +135,8 @@ def score_all(recipe: Any, datasets: Sequence[ScoredPairs]) -> None:
     """
     layout, batch_size = recipe.layout, recipe.config.step_scheduler.local_batch_size
     objective = recipe.build_objective()
+    doing = "computing the reference's log-probabilities"
     for dataset in datasets:
-        started = time.monotonic()
         loader = GlobalBatchLoader(
             dataset.dataset,
             global_batch_size=batch_size * layout.dp_size,
@@ -151,43 +146,33 @@ def score_all(recipe: Any, datasets: Sequence[ScoredPairs]) -> None:
             dp_size=layout.dp_size,
             shuffle=False,
         )
-        dataset.scores = _computed(layout, loader, objective, batch_size, len(dataset))
-        log.info(
-            "computed the reference's log-probabilities of %s in %.1f s",
-            counted(len(dataset), "pair"),
-            time.monotonic() - started,
-        )
-
-
-def _computed(
-    layout: RankLayout, loader: GlobalBatchLoader, objective: Any, batch_size: int, num_pairs: int
-) -> Scores:
-    # The largest value of all ranks: below any that a rank computes.
-    scores = torch.full((num_pairs, 2), -torch.inf)
-    batches = iter(loader)
-    doing = "computing the reference's log-probabilities"
-    while True:
-        # The forward passes below may be collective, so all ranks have to begin them, or none.
-        with raise_on_all_ranks(layout.gloo_group, doing, "dpo.precompute", RecipeError, _HINT):
-            batch = next(batches, None)
-        if batch is None:
-            break
-        parts = rank_part(batch.sample_ids, layout.dp_rank, layout.dp_size, batch_size)
-        for micro_batch, numbers in zip(batch.micro_batches, parts, strict=True):
-            log_probs = objective.reference_log_probs(objective.pair_rows(micro_batch))
-            if numbers:
-                # A rank without samples reads one, only to keep in step.
-                scores[numbers] = log_probs.float().cpu().view(-1, 2)
-    if layout.world_size > 1:
-        dist.all_reduce(scores, dist.ReduceOp.MAX, group=layout.gloo_group)
-    found: Scores = scores.numpy()
-    infinite = np.flatnonzero(~np.isfinite(found).all(axis=1))
-    if len(infinite):
-        first = int(infinite[0])
-        raise RecipeError(
-            "a log-probability of the reference is not finite",
-            where=f"pair {first} of the data set",
-            value=dict(zip((CHOSEN, REJECTED), found[first].tolist(), strict=True)),
-            hint="use another reference, another distributed.mixed_precision, or remove the pair",
-        )
-    return found
+        # The largest value of all ranks: below any that a rank computes.
+        scores = torch.full((len(dataset), 2), -torch.inf)
+        batches = iter(loader)
+        while True:
+            # The forward passes below may be collective, so all ranks have to begin them, or none.
+            with raise_on_all_ranks(layout.gloo_group, doing, "dpo.precompute", RecipeError, _HINT):
+                batch = next(batches, None)
+            if batch is None:
+                break
+            for micro_batch, numbers in zip(
+                batch.micro_batches, loader.sizes.rank_part(batch.sample_ids), strict=True
+            ):
+                log_probs = objective.reference_log_probs(objective.pair_rows(micro_batch))
+                if numbers:
+                    # A rank without samples reads one, only to keep in step.
+                    scores[numbers] = log_probs.float().cpu().view(-1, 2)
+        if layout.world_size > 1:
+            dist.all_reduce(scores, dist.ReduceOp.MAX, group=layout.gloo_group)
+        dataset.scores = scores.numpy()
+        infinite = np.flatnonzero(~np.isfinite(dataset.scores).all(axis=1))
+        if len(infinite):
+            first = int(infinite[0])
+            raise RecipeError(
+                "a log-probability of the reference is not finite",
+                where=f"pair {first} of the data set",
+                value=dict(zip((CHOSEN, REJECTED), dataset.scores[first].tolist(), strict=True)),
+                hint="use another reference, another distributed.mixed_precision, or remove the pair",
+            )
+        num_pairs = counted(len(dataset), "pair")
+        log.info("computed the reference's log-probabilities of %s", num_pairs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,14 +48,6 @@ _RANKED_TOGETHER = 512
 """The number of queries of this rank that are ranked together among all documents of a validation set."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What is known of a micro-batch before its backward pass: the gradient of its embeddings, and its loss."""
-
-    gradient: torch.Tensor
-    result: LossSum
-
-
 class Contrastive(Objective):
     """The contrastive loss of pairs. Their negatives are the texts of all ranks, or only the texts of their rows.
 
@@ -72,8 +63,8 @@ class Contrastive(Objective):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._known: list[_Known] = []
-        """One for each micro-batch of a step, in order, without those that :meth:`loss` has computed."""
+        self._known: list[tuple[torch.Tensor, LossSum]] = []
+        """The gradient of the embeddings, and the loss, of each micro-batch that :meth:`loss` has yet to compute."""
         self._seen: list[tuple[Parts, Parts]] = []
         """The digests and embeddings of the texts of a validation set, on the host."""
 
@@ -108,17 +99,17 @@ class Contrastive(Objective):
         sizes = [num_pairs_of(micro_batch) for micro_batch in micro_batches]
         own_losses, own_ranks = torch.split(losses.detach(), sizes), torch.split(ranks, sizes)
         for gradient, *values in zip(gradients, own_losses, own_ranks, strict=True):
-            self._known.append(_Known(gradient, _summed(*values)))
+            self._known.append((gradient, _summed(*values)))
 
     def loss(self, micro_batch: Tensors) -> LossSum:
         embeddings = self.embed(micro_batch)
         if not self._known:
             return _summed(*self._losses([micro_batch], [embeddings]))
-        known, *self._known = self._known
-        product = (embeddings * known.gradient).sum()
+        (gradient, result), *self._known = self._known
+        product = (embeddings * gradient).sum()
         # The value of the loss, with the gradient of the product.
-        loss = known.result.loss + (product - product.detach())
-        return LossSum(loss, known.result.metrics)
+        loss = result.loss + (product - product.detach())
+        return LossSum(loss, result.metrics)
 
     def _losses(
         self, micro_batches: Sequence[Tensors], embeddings: Sequence[torch.Tensor]

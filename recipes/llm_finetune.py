@@ -7,14 +7,12 @@ derive a class from this one and give it another attribute in ``build``: it is s
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import partial
 from typing import Any, ClassVar
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.callables.plugins import build, build_function
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.packing import PackedDataset
@@ -29,8 +27,6 @@ from automodel_ckpt.training.parts.preprocessors import (
     reading,
 )
 from automodel_ckpt.training.recipe import Recipe
-
-log = logging.getLogger("automodel_ckpt")
 
 _TOKENIZER_HINT = (
     "name a directory with tokenizer files; a Hub name needs the network or a filled cache, and for a model that asks "
@@ -92,20 +88,7 @@ class LLMFinetune(Recipe):
             return dataset
         from automodel_ckpt.data.mixture import for_each_source
 
-        return for_each_source(dataset, partial(self._packed, packing.size))
-
-    def _packed(
-        self, size: int, dataset: Any, *, attends_across: bool = False, hint: str = ""
-    ) -> PackedDataset:
-        packs = PackedDataset(dataset, size, attends_across=attends_across, hint=hint)
-        log.info(
-            "packed %s into %s of %s, %.2f%% of them empty",
-            counted(len(dataset), "sample"),
-            counted(len(packs), "pack"),
-            counted(size, "token"),
-            100 * packs.waste,
-        )
-        return packs
+        return for_each_source(dataset, partial(PackedDataset, size=packing.size))
 
     def build_collate_fn(self) -> Any:
         """Build the ``dataloader.collate_fn`` section, else the :meth:`usual_collate_fn`."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.callables.plugins import build
@@ -26,7 +25,7 @@ from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.document_lane import DocumentRows, RowRules
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.batches.packed_stream import PackedStream
-from automodel_ckpt.data.batches.packing import check_has_length
+from automodel_ckpt.data.batches.packing import PackedDataset, check_has_length
 from automodel_ckpt.data.mixture import IndexedStream, MixtureStream, for_each_source
 from automodel_ckpt.data.samples.samples import RowStream
 from automodel_ckpt.errors import RecipeError
@@ -39,24 +38,9 @@ from automodel_ckpt.training.parts.parameter_groups import trained_parameters
 log = logging.getLogger("automodel_ckpt")
 
 
-def factor_of(config: PreTrainedConfig, base_width: int) -> float:
-    """Return *base_width* divided by the width of the model.
-
-    Raises :class:`RecipeError` if the output layer is the embedding: both would need different scales.
-    """
-    text = config.get_text_config()
-    if getattr(text, "tie_word_embeddings", False):
-        raise RecipeError(
-            "the output layer is tied to the embedding, and a width scales them differently",
-            where="pretrain.base_width",
-            value=base_width,
-            hint="set tie_word_embeddings: false in model.from_config, or remove base_width",
-        )
-    return base_width / int(text.hidden_size)
-
-
 def scale_initial_values(model: nn.Module, factor: float) -> None:
-    """Scale the initial values of *model*, sharded or not, in place. *factor* is the result of :func:`factor_of`."""
+    """Scale the initial values of *model*, sharded or not, in place. *factor* is the base width divided by
+    the width of the model."""
     num_hidden = num_output = 0
     with torch.no_grad():
         for each in trained_parameters(model):
@@ -107,9 +91,9 @@ class Pretrain(LLMFinetune):
     def _rows_of(self, rules: RowRules, samples: Any) -> Any:
         """The rows of a map-style data set of documents."""
         if not rules.splits:
-            return self._packed(
-                rules.size,
+            return PackedDataset(
                 samples,
+                rules.size,
                 attends_across=rules.attends_across,
                 hint="set pretrain.split_documents true",
             )
@@ -122,8 +106,22 @@ class Pretrain(LLMFinetune):
     def build_dataloader(self, section: Target, *, validation: bool = False) -> GlobalBatchLoader:
         """Build the loader as every recipe does. Raises :class:`RecipeError` for a packed stream that has to end."""
         loader = super().build_dataloader(section, validation=validation)
-        if isinstance(loader.dataset, PackedStream):
-            _check_end(self.config, validation=validation)
+        if not isinstance(loader.dataset, PackedStream):
+            return loader
+        if validation:
+            raise RecipeError(
+                "a packed stream has no end, so a validation of it would have none",
+                where="validation_dataset",
+                value="streaming: true with packed_sequence",
+                hint="read the validation data without streaming",
+            )
+        if self.config.step_scheduler.max_steps is None:
+            raise RecipeError(
+                "a packed stream has no end: it begins again in another order",
+                where="step_scheduler.max_steps",
+                value="null",
+                hint="set the number of steps",
+            )
         return loader
 
     # ---------------------------------------------------------------- model, loss, optimizer
@@ -144,10 +142,19 @@ class Pretrain(LLMFinetune):
 
     def width_factor(self) -> float:
         """The base width divided by the width of the model; 1 without ``pretrain.base_width``."""
-        if self.section.base_width is None:
+        base_width: int | None = self.section.base_width
+        if base_width is None:
             return 1.0
         assert self.model_config is not None
-        return factor_of(self.model_config, self.section.base_width)
+        text = self.model_config.get_text_config()
+        if getattr(text, "tie_word_embeddings", False):
+            raise RecipeError(
+                "the output layer is tied to the embedding, and a width scales them differently",
+                where="pretrain.base_width",
+                value=base_width,
+                hint="set tie_word_embeddings: false in model.from_config, or remove base_width",
+            )
+        return base_width / int(text.hidden_size)
 
     def build_objective(self) -> Objective:
         """Build what computes the loss, with the z-loss."""
@@ -176,21 +183,3 @@ def _packed_mixture(
         else:
             check_has_length(source)
     return PackedStream(sources, mixture.shares, rules)
-
-
-def _check_end(config: RecipeConfig, *, validation: bool) -> None:
-    """Raise :class:`RecipeError` for a packed stream if the recipe needs its end."""
-    if validation:
-        raise RecipeError(
-            "a packed stream has no end, so a validation of it would have none",
-            where="validation_dataset",
-            value="streaming: true with packed_sequence",
-            hint="read the validation data without streaming",
-        )
-    if config.step_scheduler.max_steps is None:
-        raise RecipeError(
-            "a packed stream has no end: it begins again in another order",
-            where="step_scheduler.max_steps",
-            value="null",
-            hint="set the number of steps",
-        )

@@ -9,13 +9,10 @@ for videos is left out (:mod:`automodel_ckpt.models.processor`).
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
-from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.callables.plugins import build, build_function
-from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_packing import PackCollator, PackedImages, measure
@@ -27,8 +24,6 @@ from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.model.sections import row_multiple
 from automodel_ckpt.training.parts.preprocessors import build_processor
 from automodel_ckpt.training.recipe import Recipe
-
-log = logging.getLogger("automodel_ckpt")
 
 
 class VLMLoop(TrainingLoop):
@@ -47,7 +42,18 @@ class VLMFinetune(Recipe):
 
     def check_sections(self) -> None:
         super().check_sections()
-        check_sections(self.config)
+        tokenizer = self.config.tokenizer
+        if (
+            tokenizer is None
+            or isinstance(tokenizer, Target)
+            or tokenizer.from_pretrained is not None
+        ):
+            raise RecipeError(
+                "a vision-language model's tokenizer is part of its processor",
+                where="tokenizer",
+                value="a tokenizer section",
+                hint="give a processor section instead",
+            )
 
     def build(self) -> None:
         """Create the processor, the data, the model, and what updates it."""
@@ -79,15 +85,7 @@ class VLMFinetune(Recipe):
     def _packed(self, size: int, dataset: Any) -> PackedImages:
         num_workers = self.config.dataloader.num_workers
         measured = measure(dataset, self._image_collator(), num_workers)
-        packs = PackedImages(measured, size)
-        log.info(
-            "packed %s into %s of %s, %.2f%% of them empty",
-            counted(len(measured), "sample"),
-            counted(len(packs), "pack"),
-            counted(size, "token"),
-            100 * packs.waste,
-        )
-        return packs
+        return PackedImages(measured, size)
 
     def build_collate_fn(self) -> Any:
         """Build the ``dataloader.collate_fn`` section, else a collator for conversations with images."""
@@ -104,15 +102,3 @@ class VLMFinetune(Recipe):
     def _image_collator(self, pad_to_multiple_of: int | None = None) -> ImageTextCollator:
         ids = image_token_ids(self.model_config, self.processor)
         return ImageTextCollator(self.processor, ids, pad_to_multiple_of, self.media)
-
-
-def check_sections(config: RecipeConfig) -> None:
-    """Raise :class:`RecipeError` for sections that only a recipe for text has."""
-    tokenizer = config.tokenizer
-    if tokenizer is None or isinstance(tokenizer, Target) or tokenizer.from_pretrained is not None:
-        raise RecipeError(
-            "a vision-language model's tokenizer is part of its processor",
-            where="tokenizer",
-            value="a tokenizer section",
-            hint="give a processor section instead",
-        )

@@ -95,7 +95,8 @@ class ImageTextCollator:
                 f"samples have {', '.join(sorted(present - self.media))}, which the data set does not announce",
                 where=", ".join(sample.where for sample in samples),
                 value=f"media: {', '.join(sorted(self.media))}",
-                hint="give the data set an attribute media, a frozenset of image and audio",
+                hint=f"set dataset.media: [{', '.join(sorted(present | self.media))}], or only the kinds that samples "
+                "have; a data set of another class has an attribute media, a frozenset of image and audio",
             )
         if present < self.media:
             samples = [*samples, self.blank]
@@ -329,10 +330,10 @@ class ImageTextCollator:
         cuts_media = any(token in self.image_token_ids for token in tokens[limit:])
         if sample.truncation == "right" and not cuts_media and any(labeled[1:limit]):
             return True
-        why = (
-            "" if sample.truncation == "skip" else ", and truncation would cut media or all labels"
-        )
-        self._report_skipped(sample, f"it has {len(tokens)} tokens, seq_length is {limit}{why}")
+        why = f"it has {len(tokens)} tokens, seq_length is {limit}"
+        if sample.truncation == "right":
+            why += ", and truncation would cut media or all labels"
+        self._report_skipped(sample, why)
         return False
 
     def _report_skipped(self, sample: ImageText, why: str) -> None:

@@ -247,11 +247,6 @@ class MixtureDataset:
         self._ends = list(accumulate(sizes))
 
     @property
-    def draws_nothing(self) -> bool:
-        """Whether reading a sample draws no random number."""
-        return all(getattr(dataset, "draws_nothing", False) for dataset in self._datasets)
-
-    @property
     def identity(self) -> str | None:
         """A digest that changes with the samples and their numbers. None when a source's digest is unknown."""
         details = {}

@@ -137,7 +137,8 @@ def open_source(given: Any, has_instructions: bool) -> RetrievalSource:
         if path.startswith(_HUB):
             found = _of_hub(path, has_instructions)
         elif kind in _INLINE:
-            found = _of_table(Source.of(path), ["pos_doc"])
+            table = Source.of(path)
+            found = RetrievalSource(table, table.fingerprint, ["pos_doc"])
         elif kind == ".json":
             found = _with_corpora(Path(path).expanduser())
     if found is None:
@@ -149,12 +150,6 @@ def open_source(given: Any, has_instructions: bool) -> RetrievalSource:
             "{path: SOURCE, num_samples: 1000}",
         )
     return replace(found, num_samples=count)
-
-
-def _of_table(
-    table: Source, fields: Sequence[str], corpora: Mapping[str, Corpus] | None = None
-) -> RetrievalSource:
-    return RetrievalSource(table, table.fingerprint, fields, corpora or {})
 
 
 def _of_hub(path: str, has_instructions: bool) -> RetrievalSource:
@@ -169,7 +164,8 @@ def _of_hub(path: str, has_instructions: bool) -> RetrievalSource:
     if has_instructions:
         instructions = _instructions_in(_hub_metadata(repo, subset))
     corpus = Corpus(Source.of(repo, f"{subset}_corpus"), instructions)
-    return _of_table(Source.of(repo, subset), ["question", "pos_doc"], {"": corpus})
+    table = Source.of(repo, subset)
+    return RetrievalSource(table, table.fingerprint, ["question", "pos_doc"], {"": corpus})
 
 
 def _hub_metadata(repo: str, subset: str) -> Item:

@@ -8,6 +8,7 @@ widths, because torch.compile and CUDA graphs specialize on the shapes of rows.
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     Batch,
@@ -27,6 +29,8 @@ from automodel_ckpt.data.collate import (
     require_keys,
 )
 from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
 
 Packs = list[Ids]
 """The numbers of the samples in each pack, or in each row."""
@@ -103,6 +107,13 @@ class PackedDataset:
             )
         self.packs = best_fit_decreasing(lengths, size)
         self.num_tokens = int(lengths.sum())
+        log.info(
+            "packed %s into %s of %s, %.2f%% of them empty",
+            counted(len(lengths), "sample"),
+            counted(len(self.packs), "pack"),
+            counted(size, "token"),
+            100 * self.waste,
+        )
 
     @property
     def waste(self) -> float:

@@ -97,23 +97,13 @@ def accumulation_steps(global_batch_size: int, local_batch_size: int, dp_size: i
 
     Raises :class:`RecipeError` if the sizes do not divide.
     """
-    where = "step_scheduler.global_batch_size, step_scheduler.local_batch_size"
-    sizes = f"global_batch_size {global_batch_size}, local_batch_size {local_batch_size}, {dp_size} data parallel ranks"
-    if min(global_batch_size, local_batch_size, dp_size) < 1:
-        raise RecipeError(
-            "batch sizes must be at least 1",
-            where=where,
-            value=sizes,
-            hint="give positive numbers",
-        )
     per_pass = local_batch_size * dp_size
     if global_batch_size % per_pass:
-        below = global_batch_size // per_pass * per_pass
-        nearest = f"{below} or {below + per_pass}" if below else str(per_pass)
         raise RecipeError(
             "the global batch does not divide into equal micro-batches",
-            where=where,
-            value=sizes,
-            hint=f"make global_batch_size a multiple of local_batch_size x ranks = {per_pass}: {nearest}",
+            where="step_scheduler.global_batch_size, step_scheduler.local_batch_size",
+            value=f"global_batch_size {global_batch_size}, local_batch_size {local_batch_size}, {dp_size} "
+            "data parallel ranks",
+            hint=f"make global_batch_size a multiple of local_batch_size x ranks = {per_pass}",
         )
     return global_batch_size // per_pass

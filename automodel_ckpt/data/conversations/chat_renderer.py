@@ -114,18 +114,6 @@ class ChatRenderer:
         # The template has written the special tokens: the tokenizer must not add them again.
         return encode_one(self.tokenizer, text)
 
-    def encode_with_offsets(self, text: str) -> tuple[Ids, list[Span]]:
-        """Tokenize a rendered text. Returns the tokens and their characters.
-
-        Raises NotImplementedError if the tokenizer does not know the characters of its tokens.
-        """
-        encoded = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        return list(encoded["input_ids"]), [
-            (start, end) for start, end in encoded["offset_mapping"]
-        ]
-
     @cached_property
     def control_tokens(self) -> frozenset[str]:
         """The special tokens of the tokenizer."""

@@ -273,14 +273,16 @@ class ChatTemplate:
                 labelled[first:last] = [True] * (last - first)
             return tokens, labelled
         try:
-            tokens, token_spans = self.renderer.encode_with_offsets(text)
+            encoded = self.tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
         except NotImplementedError as error:
             raise UnusableSample(
                 "the chat template has generation markers, but the tokenizer cannot map tokens to characters",
                 type(self.tokenizer).__name__,
                 "use a fast tokenizer, or set dataset.chat_template to a template without generation markers",
             ) from error
-        return tokens, _within(token_spans, spans)
+        return list(encoded["input_ids"]), _within(encoded["offset_mapping"], spans)
 
     def _token_span(self, text: str, span: Span, tokens: Ids) -> tuple[int, int]:
         """Find the first token of *span* in *text*, and the one after its last.

@@ -168,7 +168,6 @@ class ImageConversations:
                 self.folder,
                 content.tools,
                 given_audios=content.audios,
-                media=self.media,
                 where=f"sample {index} of {self.source.path}",
                 seq_length=self.options.seq_length,
                 truncation=self.options.truncation,
@@ -192,13 +191,12 @@ def image_text(
     tools: Any = None,
     *,
     given_audios: Sequence[Any] = (),
-    media: Media = frozenset([IMAGE]),
     **options: Any,
 ) -> ImageText:
     """Make a sample of a *conversation*, and the *images* and *given_audios* for its empty entries.
 
-    Relative paths of files start at *folder*. *tools*, a list or its JSON text, are passed to the template. *media* are
-    those that a sample may have. *options* are further fields of :class:`ImageText`. Raises :class:`UnusableSample` if
+    Relative paths of files start at *folder*. *tools*, a list or its JSON text, are passed to the template. *options*
+    are further fields of :class:`ImageText`. Raises :class:`UnusableSample` if
     the conversation has no assistant text, its images or audios do not match, or the template cannot write it.
     """
     given = [_with_parts(turn) for turn in turns_of(conversation)]
@@ -210,7 +208,6 @@ def image_text(
     for turn in turns:
         if turn["role"] in CHECKED_ROLES:
             check_types(turn["content"], known, template.template)
-    _check_media(media, values, audio_values)
     _check_placeholders(turns, template.placeholders)
     text, labeled_spans = template.render(turns, tools)
     for note in notes_of(template.renderer, turns, text):
@@ -226,21 +223,6 @@ def image_text(
         rate = sampling_rate_of(template.tokenizer)
         audios = [open_audio(value, folder, rate) for value in audio_values]
     return ImageText(text, opened, labeled_spans, audios=audios, **options)
-
-
-def _check_media(media: Media, images: Sequence[Any], audios: Sequence[Any]) -> None:
-    """Raise :class:`UnusableSample` for media that the data set does not announce: see :class:`ImageConversations`.
-
-    Each rank has to run the same towers for each micro-batch, also for one that has none of their inputs.
-    """
-    for kind, values in ((IMAGE, images), (AUDIO, audios)):
-        if values and kind not in media:
-            wanted = ", ".join(each for each in MEDIA if each in {*media, kind})
-            raise UnusableSample(
-                f"a conversation has an {kind}, which this data set does not announce",
-                f"media: {', '.join(sorted(media)) or 'none'}",
-                f"set dataset.media: [{wanted}], or [{kind}] if all samples have nothing else",
-            )
 
 
 @dataclass(frozen=True)

@@ -206,9 +206,6 @@ def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> Inte
     for number, length in enumerate(found):
         lengths[number] = length
         show(1)
-    num_skipped = int((lengths == 0).sum())
-    if num_skipped:
-        log.warning("%d of %d samples are skipped: they are too long", num_skipped, len(dataset))
     return lengths
 
 

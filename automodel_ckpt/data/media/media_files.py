@@ -14,7 +14,6 @@ import math
 import warnings
 import wave
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -252,12 +251,8 @@ _UNKNOWN_SIZE = 2**31 - 2**12
 Samples = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Recording:
-    """Samples [channels, length] between -1 and 1, and the sampling *rate* in Hz."""
-
-    samples: Samples
-    rate: int
+Recording = tuple[Samples, int]
+"""Samples [channels, length] between -1 and 1, and the sampling rate in Hz."""
 
 
 def open_audio(value: Any, folder: Path, sampling_rate: int) -> Samples:
@@ -270,23 +265,23 @@ def open_audio(value: Any, folder: Path, sampling_rate: int) -> Samples:
     """
     if isinstance(value, Mapping) and value.get("array") is not None:
         where = "an array of the data"
-        recording = _of_array(value)
+        channels, rate = _of_array(value)
     else:
         source = _source("an audio", value, folder)
         where = _shown(source)
         found = _read_pcm(source, where)
         if found is None:
             content, rate = _with_soundfile("read", source, where, dtype="float32", always_2d=True)
-            found = Recording(content.T, int(rate))
-        recording = found
-    if not recording.samples.size:
+            found = content.T, int(rate)
+        channels, rate = found
+    if not channels.size:
         raise UnusableSample("an audio has no samples", where, "remove this sample")
-    samples = np.ascontiguousarray(recording.samples[0])
-    if len(recording.samples) > 1:
-        samples = np.asarray(recording.samples.mean(axis=0, dtype=np.float32))
+    samples = np.ascontiguousarray(channels[0])
+    if len(channels) > 1:
+        samples = np.asarray(channels.mean(axis=0, dtype=np.float32))
     if not np.isfinite(samples).all():
         raise _unusable("an audio", "has samples that are not numbers", where)
-    return _resampled(samples, recording.rate, sampling_rate, where)
+    return _resampled(samples, rate, sampling_rate, where)
 
 
 def duration_of(value: Any, folder: Path) -> float:
@@ -295,8 +290,8 @@ def duration_of(value: Any, folder: Path) -> float:
     Raises :class:`UnusableSample` as :func:`open_audio` does.
     """
     if isinstance(value, Mapping) and value.get("array") is not None:
-        decoded = _of_array(value)
-        return float(decoded.samples.shape[-1] / decoded.rate)
+        samples, rate = _of_array(value)
+        return float(samples.shape[-1] / rate)
     source = _source("an audio", value, folder)
     where = _shown(source)
     try:
@@ -328,7 +323,7 @@ def _of_array(value: Mapping[Any, Any]) -> Recording:
             f"shape {list(samples.shape)}, sampling_rate {rate}",
             'give {"array": [0.0, ...], "sampling_rate": 16000}',
         )
-    return Recording(np.atleast_2d(samples), rate)
+    return np.atleast_2d(samples), rate
 
 
 def _file(source: Any) -> Any:
@@ -362,7 +357,7 @@ def _read_pcm(source: Any, where: str) -> Recording | None:
     numbers = np.frombuffer(content[: num_frames * width * num_channels], "<i2")
     # As soundfile does.
     samples = (numbers / 2.0**15).astype(np.float32)
-    return Recording(samples.reshape(num_frames, num_channels).T, rate)
+    return samples.reshape(num_frames, num_channels).T, rate
 
 
 def _with_soundfile(function: str, source: Any, where: str, **options: Any) -> Any:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
-import math
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 from automodel_ckpt.base.durable_io import fsync_file
 from automodel_ckpt.base.user_cache import cache_directory
@@ -19,9 +16,6 @@ from automodel_ckpt.data.collate import Key
 from automodel_ckpt.errors import RecipeError, os_problem
 
 log = logging.getLogger(__name__)
-
-_REPORT_AFTER_SECONDS = 10.0
-_SECONDS_BETWEEN_TRIES = 0.05
 
 
 def cached(name: str, key: Key, build: Callable[[Path], None]) -> Path:
@@ -76,30 +70,21 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on *path*.
 
-    The lock ends with the process, so a killed process blocks no other one. A process that waits longer than ten
-    seconds logs it: the owner may be suspended, or on another host that shares the cache.
+    The lock ends with the process, so a killed process blocks no other one. A process that waits logs it: the owner may
+    be suspended, or on another host that shares the cache.
     """
     with path.open("w") as file:
-        report_at = time.monotonic() + _REPORT_AFTER_SECONDS
-        while not _try_lock(file):
-            time.sleep(_SECONDS_BETWEEN_TRIES)
-            if time.monotonic() > report_at:
-                report_at = math.inf
-                log.warning(
-                    "waiting until another process has prepared the same data; it holds the lock %s",
-                    path,
-                )
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # NFS emulates flock by fcntl, where EACCES can be a conflict (flock(2), fcntl(2)).
+        except (BlockingIOError, PermissionError):
+            log.info(
+                "waiting until another process has prepared the same data; it holds the lock %s",
+                path,
+            )
+            fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield
         finally:
             # Closing the file is not enough if a process that was forked meanwhile still has it open.
             fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _try_lock(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    # NFS emulates flock by fcntl, where EACCES can be a conflict (flock(2), fcntl(2)).
-    except (BlockingIOError, PermissionError):
-        return False
-    return True

@@ -139,6 +139,7 @@ class Continuations:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._known: dict[str, Ids] = {}
 
     def encode(self, before: Sequence[Ids], texts: Sequence[str]) -> list[Ids]:
         """Return the token ids of each of *texts* behind the tokens *before* it, without special tokens."""
@@ -165,10 +166,6 @@ class Continuations:
         if text not in self._known:
             [self._known[text]] = encode_all(self._tokenizer, [text])
         return self._known[text]
-
-    @cached_property
-    def _known(self) -> dict[str, Ids]:
-        return {}
 
     @cached_property
     def marks(self) -> str:

@@ -124,11 +124,7 @@ class PartWriter:
             with file:
                 path = self._directory / f"{name}.npy"
             fsync_file(path)
-            size = path.stat().st_size
-            entries[f"{self._directory.name}/{path.name}"] = {
-                "bytes": size,
-                "blake2b": _digest_of(path),
-            }
+            entries[f"{self._directory.name}/{path.name}"] = {"blake2b": _digest_of(path)}
         fsync_directory(self._directory)
         return {"samples": self._files["ends"].size, "files": entries}
 
@@ -198,24 +194,19 @@ class TargetCache:
     def open(cls, directory: Path, key: str) -> TargetCache | None:
         """Open the cache in *directory*.
 
-        Returns None when there is none for *key*, or when files are missing or of other sizes.
+        Returns None when there is none for *key*. :meth:`damaged_file` checks the files.
         """
         try:
             with (directory / MANIFEST).open("rb") as file:
                 manifest = json.loads(file.read(_LARGEST_MANIFEST))
             if manifest["format"] != _FORMAT or manifest["key"] != key:
                 return None
-            for part in manifest["parts"]:
-                for name, entry in part["files"].items():
-                    size = (directory / name).stat().st_size
-                    if size != entry["bytes"]:
-                        raise ValueError(f"{name} has {size} bytes instead of {entry['bytes']}")
+            return cls(directory, manifest["parts"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("the cache of the teacher's logits is damaged: %s: %s", directory, error)
             return None
-        return cls(directory, manifest["parts"])
 
     def __getstate__(self) -> State:
         # Worker processes map the files themselves.
@@ -275,11 +266,6 @@ class TargetedDataset:
         self.cache: TargetCache | None = None
         """The targets by sample; None: not computed yet, and samples come without them."""
 
-    @property
-    def draws_nothing(self) -> bool:
-        """Whether reading a sample draws no random number."""
-        return getattr(self.dataset, "draws_nothing", False) is True
-
     def __getattr__(self, name: str) -> Any:
         # A copy that is unpickled has no attributes yet.
         if name == "dataset":
@@ -311,7 +297,6 @@ class TargetCollator:
 
     def __init__(self, collate_fn: Any) -> None:
         self.collate_fn = collate_fn
-        self.draws_nothing = getattr(collate_fn, "draws_nothing", False) is True
 
     def __call__(self, samples: Sequence[Any]) -> Batch:
         """Return the micro-batch of *samples*, with the keys TOKENS, LOG_PROBS and REST if the samples have targets.

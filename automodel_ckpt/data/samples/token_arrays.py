@@ -56,6 +56,8 @@ class TokenArray:
     @property
     def tokens(self) -> npt.NDArray[Any]:
         """The tokens, shape [count], memory-mapped."""
+        if self.count == 0:
+            return np.empty(0, self.dtype)
         if self._mapped is None:
             shape = (self.count,)
             mapped = np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=shape)
@@ -342,19 +344,15 @@ def read_index(prefix: Path) -> MegatronIndex:
         counts = f"{num_sequences} sequences, {num_indices} document indices, {size} bytes"
         what = "the index has an unknown version or no type of tokens, or does not fit its counts"
         raise damaged_tokens(path, what, f"version {version}, code {code}, {counts}")
-    lengths = _mapped(path, "<i4", _MEGATRON_HEADER_BYTES, num_sequences)
-    pointers = _mapped(path, "<i8", _MEGATRON_HEADER_BYTES + 4 * num_sequences, num_sequences)
-    documents = _mapped(path, "<i8", _MEGATRON_HEADER_BYTES + 12 * num_sequences, num_indices)
-    index = MegatronIndex(path, np.dtype(_MEGATRON_TYPES[code]), lengths, pointers, documents)
+    columns = []
+    offset = _MEGATRON_HEADER_BYTES
+    for kind, count in (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_indices)):
+        columns.append(TokenArray(path, np.dtype(kind), offset, count).tokens)
+        offset += columns[-1].nbytes
+    index = MegatronIndex(path, np.dtype(_MEGATRON_TYPES[code]), *columns)
     _check_sequences(index)
     _check_documents(index)
     return index
-
-
-def _mapped(path: Path, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
-    if count == 0:
-        return np.empty(0, dtype)
-    return np.asarray(np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)))
 
 
 def _check_sequences(index: MegatronIndex) -> None:

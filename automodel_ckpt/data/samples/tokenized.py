@@ -229,15 +229,6 @@ class TokenizedDataset(SampleArrays):
             dataset.notes = json.loads((directory / NOTES).read_text("utf-8"))
         return dataset
 
-    def first(self, max_samples: int | None) -> Self:
-        """Return a data set of the first *max_samples* items (None: all), which shares the arrays."""
-        num_samples = at_most(max_samples, len(self)) * self.group_size
-        # The counts still include all samples: report them before.
-        ends = self.ends[:num_samples]
-        first = type(self)(self.tokens, ends, self.labelled, self.counts, self.numbers)
-        first.notes = self.notes
-        return first
-
     @property
     def summary(self) -> LengthSummary:
         """The lengths of the samples, and how many of their tokens have a label."""
@@ -282,7 +273,11 @@ class TokenizedDataset(SampleArrays):
                 value=f"{counted(num_skipped, self.noun)}; {limit}",
                 hint="the warning above has the reason: raise seq_length, or give the samples something to learn",
             )
-        dataset = self.first(max_samples)
+        num_samples = at_most(max_samples, len(self)) * self.group_size
+        # It shares the arrays.
+        ends = self.ends[:num_samples]
+        dataset = type(self)(self.tokens, ends, self.labelled, self.counts, self.numbers)
+        dataset.notes = self.notes
         if self.group_size > 1:
             what = f"{what}: {counted(len(dataset), self.noun)}"
         log.info("%s: %s", what, dataset.summary)
@@ -425,8 +420,6 @@ def too_long(
     *lengths* are the numbers of these rows -> their tokens, ``where(row)`` is the location of a row.
     """
     places = [f"{where(row)} ({n} tokens)" for row, n in islice(lengths.items(), _NUM_SHOWN)]
-    if len(lengths) > _NUM_SHOWN:
-        places.append(f"and {len(lengths) - _NUM_SHOWN} more")
     longest = max(lengths.values())
     return RecipeError(
         f"a {noun} is longer than {key}" if len(lengths) == 1 else f"{noun}s are longer than {key}",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import threading
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.base.user_cache import cache_directory
-from automodel_ckpt.data.rows import cache
 from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.errors import RecipeError
 
@@ -60,9 +60,9 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_variable() ->
 
 
 def test_a_process_that_waits_for_another_one_reports_for_which(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(cache, "_REPORT_AFTER_SECONDS", 0.1)
+    caplog.set_level(logging.INFO)
     is_building = threading.Event()
 
     def build_until_reported(directory: Path) -> None:
