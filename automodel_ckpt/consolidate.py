@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from automodel_ckpt.cli.common.terminal import print_error, require_utf8
-from automodel_ckpt.cli.targets.hf import export_hf
+from automodel_ckpt.cli.targets.table import export_hf
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError, describe, limit_error
 
 

@@ -61,14 +61,6 @@ class Verb:
     traits: frozenset[str]
     help: str
 
-    @property
-    def writes(self) -> bool:
-        return "writes" in self.traits
-
-    @property
-    def accepts_urls(self) -> bool:
-        return "urls" in self.traits
-
     def part(self, name: str) -> Any:
         """Import the module of the command, and return its ``NAME_COMMAND``, or the module's ``NAME``."""
         module = importlib.import_module(f"automodel_ckpt.cli.{self.module}")
@@ -89,8 +81,8 @@ chat        models.generate      torch text   | talk to a model
 export      models.export        writes       | export a checkpoint's model for other programs
 consolidate models.export        writes       | alias of `ckpt export --to hf`
 import      models.import_       writes       | import a checkpoint of another program
-unpack      models.pack          writes       | unpack a .nemo or .qnemo file
-pack        models.pack          writes       | pack a directory as a .nemo or .qnemo file
+unpack      models.archive       writes       | unpack a .nemo or .qnemo file
+pack        models.archive       writes       | pack a directory as a .nemo or .qnemo file
 average     models.average       writes       | combine the weights of several checkpoints
 archive     models.archive       writes       | compress checkpoints for cold storage
 unarchive   models.archive       writes       | extract the checkpoints of an archive
@@ -179,7 +171,7 @@ def _run(words: list[str]) -> int:
         verb = next(verb for verb in VERBS if verb.name == arguments.command)
         if "torch" in verb.traits:
             check_working_directory()
-        if not verb.accepts_urls:
+        if "urls" not in verb.traits:
             reject_urls(arguments)
         code: int = verb.part("run")(arguments)
         sys.stdout.flush()
@@ -207,14 +199,10 @@ def _parsed(words: list[str]) -> argparse.Namespace:
     whole = parser(words[0] if words and words[0] in {verb.name for verb in VERBS} else "")
     known = completion.command_options(whole)
     if words and not words[0].startswith("-") and words[0] not in known:
-        raise RecipeError(
-            "unknown command",
-            where="ckpt",
-            value=words[0],
-            hint=_here(words[0])
-            or _suggestion(words[0], known)
-            or "`ckpt --help` lists the commands",
-        )
+        meant = _OTHER_WORDS.get(words[0])
+        hint = f"here: ckpt {meant}" if meant else _suggestion(words[0], known)
+        hint = hint or "`ckpt --help` lists the commands"
+        raise RecipeError("unknown command", where="ckpt", value=words[0], hint=hint)
     arguments, unknown = whole.parse_known_args(words)
     arguments.parser = parser
     if not unknown:
@@ -229,11 +217,6 @@ def _parsed(words: list[str]) -> argparse.Namespace:
     )
 
 
-def _here(word: str) -> str:
-    """The hint with the command for a *word* of other programs; empty if there is none."""
-    return f"here: ckpt {_OTHER_WORDS[word]}" if word in _OTHER_WORDS else ""
-
-
 def _suggestion(word: str, names: Iterable[str]) -> str:
     """The hint with the one of *names* that *word* was probably meant to be; empty if there is none."""
     from automodel_ckpt.config.schema_keys import closest
@@ -244,7 +227,7 @@ def _suggestion(word: str, names: Iterable[str]) -> str:
 
 def _report_failure(error: BaseException, arguments: argparse.Namespace) -> int:
     """Print an error, with ``--json`` also as a document on standard output; return the exit code."""
-    is_writing = arguments.command in {verb.name for verb in VERBS if verb.writes}
+    is_writing = any(verb.name == arguments.command and "writes" in verb.traits for verb in VERBS)
     if isinstance(error, OSError):
         problem = os_problem(
             error,

@@ -268,40 +268,27 @@ def _missing_data_files(root: Node) -> Iterator[Problem]:
 
     Names on the Hub and directories are not checked: the builders do that.
     """
+    from automodel_ckpt.data.rows.source import Source
+
     binder = Binder(object, [])
     for key, node in root.walk():
         target, path = (node.at(name) for name in ("_target_", "path"))
         # Files of tokens are named by a prefix or a pattern: their builders check them.
         if path is None or not re.match(r"automodel_ckpt\.data\.(?!token_files)", str(target)):
             continue
-        others = {each: node.at(each) for each in ("name", "split")}
-        given = {
-            each: binder.value(str, other, "")
-            for each, other in others.items()
-            if other is not None and not other.is_null
-        }
-        given["path"] = binder.value(str | list[str], path, "")
-        if INVALID in given.values():
+        files = binder.value(str | list[str], path, "")
+        if files is INVALID:
             continue
-        from automodel_ckpt.data.rows.source import Source
-
         try:
-            source = Source.of(**given)
+            source = Source.of(files)
             if source.is_file:
                 _ = source.files  # resolves patterns, and raises if a file does not exist
         except RecipeError as error:
+            place = join(key, "path")
             for problem in error.problems:
-                yield _located(problem, key, node)
-
-
-def _located(problem: Problem, key: str, section: Node) -> Problem:
-    """Replace ``dataset.NAME`` in a problem by the key of the section, and its location by the line in the recipe."""
-    name, value = "path", f"{problem.where}: {problem.value}".removesuffix(": ")
-    if problem.where.startswith("dataset."):
-        name, value = problem.where.rpartition(".")[2], str(problem.value)
-    node = section.at(name) or section
-    hint = problem.hint.replace("dataset.path", join(key, "path"))
-    return Problem(f"{join(key, name)}: {problem.what}", node.origin, value, hint)
+                value = f"{problem.where}: {problem.value}".removeprefix("dataset.path: ")
+                hint = problem.hint.replace("dataset.path", place)
+                yield Problem(f"{place}: {problem.what}", path.origin, value, hint)
 
 
 def _derived(

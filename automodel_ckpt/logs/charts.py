@@ -197,12 +197,11 @@ class Scale(NamedTuple):
         low, high = min(values), max(values)
         if from_zero:
             low, high = min(low, 0.0), max(high, 0.0)
-        largest = max(abs(low), abs(high), 1e-300)
-        if high - low < 1e-12 * largest:
+        largest = max(abs(low), abs(high))
+        margin = _MARGIN * (high - low)
+        if high - low <= 1e-12 * largest:
             # All values are equal.
-            margin = 0.05 * largest if largest > 1e-300 else 0.5
-        else:
-            margin = _MARGIN * (high - low)
+            margin = 0.05 * largest or 0.5
         starts_at_zero = from_zero and low == 0.0 < high
         return cls(low if starts_at_zero else low - margin, high + margin, start, stop)
 

@@ -28,7 +28,7 @@ def device_rate(
     if device.type != "cuda":
         return None
     try:
-        rate = measured_rate(device, dtype, size=_SIZE)
+        rate = _measured_rate(device, dtype)
     except RuntimeError as error:
         # Out of memory, next to another process, or a dtype that the device does not multiply.
         log.info("MFU is not logged: the rate of matrix products cannot be measured: %s", error)
@@ -46,28 +46,23 @@ def device_rate(
     return rate
 
 
-def measured_rate(device: torch.device, dtype: torch.dtype, *, size: int) -> float:
-    """Measure the FLOP/s of products of [size, size] matrices. It draws no random number of the run.
+def _measured_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the FLOP/s of products of square matrices on a GPU. It draws no random number of the run.
 
     Raises RuntimeError if the device does not have the memory for three such matrices.
     """
     # The values matter: a GPU multiplies zeros faster, because it uses less power for them.
     generator = torch.Generator(device).manual_seed(0)
     left, right = (
-        torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2)
+        torch.randn(_SIZE, _SIZE, device=device, dtype=dtype, generator=generator) for _ in range(2)
     )
     product = torch.empty_like(left)
     for _ in range(_NUM_WARMUP):
         torch.mm(left, right, out=product)
-    _synchronize(device)
+    torch.cuda.synchronize(device)
     started = time.perf_counter()
     for _ in range(_NUM_PRODUCTS):
         torch.mm(left, right, out=product)
-    _synchronize(device)
+    torch.cuda.synchronize(device)
     seconds = time.perf_counter() - started
-    return _NUM_PRODUCTS * 2 * size**3 / seconds
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return _NUM_PRODUCTS * 2 * _SIZE**3 / seconds

@@ -157,7 +157,9 @@ def read_history(path: Path, name: str | None = None) -> History:
         path,
         series,
         checkpoints,
-        resumed_at=tuple(sorted({each["step"] for each in records if _is(each, "resume")})),
+        resumed_at=tuple(
+            sorted({each["step"] for each in records if each.get("event") == "resume"})
+        ),
         num_tokens=sum(int(number_of(record.get("tokens")) or 0) for record in steps),
         trained=(known[0], known[-1]) if known else None,
         last_step=max(trained, default=0),
@@ -165,10 +167,6 @@ def read_history(path: Path, name: str | None = None) -> History:
         completions=tuple(_completions(records))[:_MAX_COMPLETIONS],
         goodput=goodput,
     )
-
-
-def _is(record: dict[str, Any], event: str) -> bool:
-    return record.get("event") == event
 
 
 def _series(records: Iterable[dict[str, Any]]) -> dict[str, Series]:
@@ -188,7 +186,9 @@ def _series(records: Iterable[dict[str, Any]]) -> dict[str, Series]:
 def _completions(records: list[dict[str, Any]]) -> Iterator[Completion]:
     """Yield the completions in a log, the newest first. A step that a resume repeated is used once."""
     by_step = {
-        each["step"]: each.get("completions") for each in records if _is(each, "completions")
+        each["step"]: each.get("completions")
+        for each in records
+        if each.get("event") == "completions"
     }
     for step in sorted(by_step, reverse=True):
         found = by_step[step]

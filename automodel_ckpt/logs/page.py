@@ -124,9 +124,6 @@ def summary(run: History) -> Iterator[tuple[str, str]]:
     if run.goodput is not None:
         yield "goodput", f"{run.goodput.share:.1%}"
     if stalls := of("stall_seconds"):
-        waited = sum(stalls.values)
-        total = run.goodput.total if run.goodput is not None else 0.0
-        share = f" ({waited / total:.1%} of the run)" if total > waited else ""
-        yield "waited for saves", f"{waited:.2f} s{share}"
+        yield "waited for saves", f"{sum(stalls.values):.2f} s"
     if num_resumes := len(run.resumed_at):
         yield "resumed", "once" if num_resumes == 1 else f"{num_resumes} times"

@@ -13,11 +13,6 @@ from typing import IO
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.errors import LeaseLost
 
-_MAX_LINE = 4000
-"""Characters of a line that are written; a name or a value of the user may be longer."""
-_MAX_WAITING = 1000
-"""Messages before the file is opened that are kept."""
-
 
 class TextLog:
     """An append-only text file with a timestamp before each message. Thread-safe, and raises nothing.
@@ -53,15 +48,11 @@ class TextLog:
     def write(self, message: str) -> None:
         """Append a message of one or more lines, with the present date and time."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        lines = []
-        for line in message.split("\n"):
-            shown = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..."
-            lines.append(f"{stamp} {shown}\n")
-        text = "".join(lines)
+        text = "".join(f"{stamp} {line}\n" for line in message.split("\n"))
         with self._lock:
             if self._waiting is None:
                 self._append(text)
-            elif len(self._waiting) < _MAX_WAITING:
+            else:
                 self._waiting.append(text)
 
     def close(self) -> None:

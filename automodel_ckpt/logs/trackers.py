@@ -2,17 +2,28 @@
 
 A tracker is created with the run's directory, a *memory* and the options of the recipe, which are passed to the
 library. The memory is a mapping that is stored in the run's directory from one start to the next; its ``attempt``
-counts the tracker's runs for this run.
+counts the tracker's runs for this run. Trackers are used by a process (:mod:`automodel_ckpt.logs.follow`) that a
+:class:`Tracking` of the trainer starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
+import json
+import logging
+import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
+
+from automodel_ckpt.base.python_child import start_python
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger("automodel_ckpt")
 
 
 class Tracker(Protocol):
@@ -58,19 +69,12 @@ class TensorBoard(Tracker):
         self._write(step, summary=self._summaries.Summary(value=entries))
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        # The format of TensorBoard's plug-in for text: a tensor of strings, and the plug-in's name.
-        tensors = importlib.import_module("tensorboard.compat.proto.tensor_pb2")
-        types = importlib.import_module("tensorboard.compat.proto.types_pb2")
-        shapes = importlib.import_module("tensorboard.compat.proto.tensor_shape_pb2")
-        metadata = self._summaries.SummaryMetadata
-        shape = shapes.TensorShapeProto(dim=[shapes.TensorShapeProto.Dim(size=1)])
-        tensor = tensors.TensorProto(
-            dtype=types.DT_STRING, string_val=[text.encode()], tensor_shape=shape
-        )
+        plugin = importlib.import_module("tensorboard.plugins.text.metadata")
+        tensors = importlib.import_module("tensorboard.util.tensor_util")
         value = self._summaries.Summary.Value(
             tag=name,
-            metadata=metadata(plugin_data=metadata.PluginData(plugin_name="text")),
-            tensor=tensor,
+            metadata=plugin.create_summary_metadata(display_name="", description=""),
+            tensor=tensors.make_tensor_proto([text]),
         )
         self._write(step, summary=self._summaries.Summary(value=[value]))
 
@@ -187,3 +191,83 @@ TRACKERS: Mapping[str, type[Any]] = {
     "trackio": Trackio,
 }
 """All trackers by name, which is also the name of the library."""
+
+
+# ---------------------------------------------------------------- seen from the trainer
+
+CLOSE_SECONDS = 10.0
+
+
+def require_trackers(names: Collection[str], *, has_logs: bool) -> None:
+    """Raise :class:`RecipeError` for trackers without an installed library.
+
+    If the run has no logs, raises it for any tracker.
+    """
+    if names and not has_logs:
+        raise RecipeError(
+            "trackers read the run's logs, but this run writes none",
+            where="logging.trackers",
+            value="checkpoint.enabled is false",
+            hint="set checkpoint.enabled, or remove the trackers",
+        )
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RecipeError(
+            "a tracker's library is not installed",
+            where="logging.trackers",
+            value=", ".join(missing),
+            hint=f"pip install {' '.join(missing)}, or remove the tracker: `ckpt track` can send the run later",
+        )
+
+
+class Tracking:
+    """Follows the logs in *run* until :meth:`close`; ends after this process, however that ends, not before.
+
+    The run continues from step *after*; with *went_back*, it ignores later checkpoints. Only the training steps
+    that *every_steps* divides are sent.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        trackers: Mapping[str, Mapping[str, Any]],
+        after: int,
+        *,
+        went_back: bool = False,
+        every_steps: int = 1,
+    ) -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        # In a separate session, a signal to the trainer's process group leaves it time to send the rest.
+        self._process = start_python(
+            "automodel_ckpt.logs.follow",
+            str(run.absolute()),
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        # The other process ends when the kernel closes this pipe, also if this process is killed.
+        self._pipe = self._process.stdin
+        job = {
+            "trackers": trackers,
+            "after": after,
+            "went_back": went_back,
+            "every_steps": every_steps,
+        }
+        self._pipe.write(json.dumps(job).encode() + b"\n")
+        self._pipe.flush()
+
+    def abandon(self) -> None:
+        """End the process now: another run has the logs, and its own process sends them."""
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.close()
+
+    def close(self) -> None:
+        """Have the rest sent. The process continues on its own if that takes longer than a few seconds."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.close()
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("trackers are still sending; they end within a minute")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,6 @@ from automodel_ckpt.config.help.changes import (
     ignored_by_resume,
     saved_recipe,
 )
-from automodel_ckpt.config.keys.checkpoint import MemoryConfig
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine
 from automodel_ckpt.config.schema_keys import unused_without_checkpoints
@@ -148,13 +147,15 @@ def _resource_rows(loaded: LoadedRecipe, plan: Plan, flags: LaunchFlags, *, resu
             text += f"; no effect: {', '.join(unused)}"
         yield "checkpoints", text
         return
-    yield "checkpoints", _checkpoints_text(loaded, plan, plan.checkpoint_bytes)
-    if loaded.config.checkpoint.memory is not None:
+    section = loaded.config.checkpoint
+    yield "checkpoints", _space_text(plan.checkpoint_bytes, "each", section.checkpoint_dir)
+    if section.memory is not None:
         num_nodes = int(flags.nnodes.partition(":")[0])
-        section = loaded.config.checkpoint.memory
-        yield "in memory", _memory_copies_text(section, plan, num_nodes)
-    directory = Path(loaded.config.checkpoint.checkpoint_dir)
-    warning = overlay_warning(directory)
+        copies = 1 + min(section.memory.replicas, num_nodes - 1)
+        # The newest checkpoint is removed only when the next one is complete.
+        needed = 2 * plan.checkpoint_bytes * copies // num_nodes
+        yield "in memory", _space_text(needed, "for two checkpoints", section.memory.directory)
+    warning = overlay_warning(Path(section.checkpoint_dir))
     if warning is not None:
         yield "warning", warning
 
@@ -204,27 +205,22 @@ def _micro_batch_text(shape: MicroBatchShape) -> str:
     return f"{text}, the largest micro-batch of a rank; shorter texts need less"
 
 
-def _checkpoints_text(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
-    """Describe the size of the checkpoints, *nbytes* each, and whether the disk has space for one."""
+def _space_text(nbytes: int, what: str, directory: str) -> str:
+    """Describe the space that *what* takes in a *directory*, and whether its file system has enough."""
     from automodel_ckpt.checkpoint.saving.forecast import free_bytes
 
-    directory = loaded.config.checkpoint.checkpoint_dir
     free = free_bytes(Path(directory))
-    text = f"{size_text(nbytes)} each in {directory}; {size_text(free)} free"
+    text = f"{size_text(nbytes)} {what} in {directory}; {size_text(free)} free"
     return f"{text}, NOT ENOUGH" if nbytes > free else text
 
 
-def _memory_copies_text(section: MemoryConfig, plan: Plan, num_nodes: int) -> str:
-    """Describe the memory that ``checkpoint.memory`` takes on a node, and whether its file system has enough space."""
-    from automodel_ckpt.checkpoint.saving.forecast import free_bytes
-
-    nbytes = plan.checkpoint_bytes or 0
-    free = free_bytes(Path(section.directory))
-    copies = 1 + min(section.replicas, num_nodes - 1)
-    # The newest checkpoint is removed only when the next one is complete.
-    needed = 2 * nbytes * copies // num_nodes
-    text = f"{size_text(needed)} for two checkpoints in {section.directory}; {size_text(free)} free"
-    return f"{text}, NOT ENOUGH" if needed > free else text
+def _listed(title: str, lines: Sequence[str]) -> Rows:
+    """Yield at most _MAX_LINES of *lines*, the first one with the title."""
+    shown = [*lines[:_MAX_LINES]]
+    if len(lines) > _MAX_LINES:
+        shown.append(f"and {len(lines) - _MAX_LINES} more")
+    for number, line in enumerate(shown):
+        yield ("" if number else title), line
 
 
 def _resume_rows(
@@ -245,9 +241,8 @@ def _resume_rows(
     memory = None
     if section.memory is not None:
         memory = memory_of(root, Path(section.memory.directory))
-    urls = [section.remote.url] if section.remote is not None else []
-    for url in urls:
-        yield "store", f"{url}; local directory {root}"
+    if section.remote is not None:
+        yield "store", f"{section.remote.url}; local directory {root}"
     if is_url(section.restore_from or ""):
         yield "resume", "unknown from the store, which a dry run does not read"
         return
@@ -276,7 +271,7 @@ def _resume_rows(
         yield from _recipe_change_rows(loaded, path, manifest, sizes)
         yield from _model_change_rows(path, config_json, allowed=section.allow_changed_model)
         return
-    yield "resume", "unknown from the store" if urls else "no: this is a new run"
+    yield "resume", "no: this is a new run" if section.remote is None else "unknown from the store"
 
 
 def _check_training_state(
@@ -315,15 +310,10 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe) -> Rows:
     num_tensors = num_matches + len(match.new)
     matches = f"{num_matches} of {num_tensors} tensors match (names and shapes compared)"
     yield "init_from", f"{start.paths}: {matches}"
-    differences = match.lines(allowed=True)
-    for line in differences[:_MAX_LINES]:
-        yield "", line
-    if len(differences) > _MAX_LINES:
-        yield "", f"and {len(differences) - _MAX_LINES} more"
+    yield from _listed("", match.lines(allowed=True))
     for difference in start.differences:
         yield "", f"{difference.text}:"
-        for line in difference.lines[:_MAX_LINES]:
-            yield "", f"  {line}"
+        yield from _listed("", [f"  {line}" for line in difference.lines])
 
 
 def _model_change_rows(checkpoint: Path, config_json: bytes | None, *, allowed: bool) -> Rows:
@@ -369,10 +359,7 @@ def _recipe_change_rows(
         ranks = f"{manifest.world_size} -> {sizes.world}"
         lines.append(f"ranks: {ranks} (same global batches; new random states)")
     lines += change_lines(changed, ignored)
-    for number, line in enumerate(lines[:_MAX_LINES]):
-        yield ("" if number else "changed"), line
-    if len(lines) > _MAX_LINES:
-        yield "", f"and {len(lines) - _MAX_LINES} more: `ckpt diff` lists all differences"
+    yield from _listed("changed", lines)
 
 
 # ---------------------------------------------------------------- --device-memory SIZE
@@ -387,9 +374,9 @@ def device_memory(line: CommandLine) -> int | None:
     if "device_memory" not in line.modes:
         return None
     (text,) = line.modes["device_memory"]
-    nbytes = parse_size(text)
+    found = _SIZE.fullmatch(text.strip())
     # A number without a unit is bytes, and almost always a mistake.
-    if not nbytes or nbytes < _MIN_BYTES:
+    if found is None or (nbytes := _bytes_of(found)) < _MIN_BYTES:
         raise RecipeError(
             "invalid size of a device's memory",
             where="--device-memory",
@@ -399,10 +386,7 @@ def device_memory(line: CommandLine) -> int | None:
     return nbytes
 
 
-def parse_size(text: str) -> int | None:
-    """Return the bytes of a size such as ``80GiB``, ``24 GB`` or ``1.5T``; None for other text."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        return None
+def _bytes_of(found: re.Match[str]) -> int:
+    """Return the bytes of a size such as ``80GiB``, ``24 GB`` or ``1.5T``."""
     power = _UNITS.index(found[2].upper()) + 1 if found[2] else 0
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)

@@ -59,30 +59,19 @@ Observe = Callable[[LoadedRecipe, Path, int | None], tuple[LoadedRecipe, type]]
 """(recipe, directory for notes, step to stop after) -> the checked recipe, and its class that records each step."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Number of steps, and launch flags before and after the resume."""
-
-    num_steps: int
-    flags: LaunchFlags
-    resumed_flags: LaunchFlags
-
-    @property
-    def stop_after(self) -> int:
-        return self.num_steps // 2
-
-
-def plan_of(line: CommandLine, max_steps: int | None) -> Plan:
-    """Build the plan from the command line, and from the recipe's *max_steps*. Raises :class:`RecipeError`."""
-    default = DEFAULT_STEPS
-    if "selftest_steps" not in line.modes and max_steps is not None and max_steps < default:
-        default = max_steps
+def _planned_steps(line: CommandLine, max_steps: int | None) -> int:
+    """Return the number of steps of the run without interruption. Raises :class:`RecipeError`."""
+    default = min(DEFAULT_STEPS, max_steps or DEFAULT_STEPS)
     (steps,) = line.modes.get("selftest_steps", [str(default)])
-    (ranks,) = line.modes.get("selftest_nproc", [line.flags.nproc_per_node])
     if not is_number(steps) or int(steps) < 2:
-        is_given = "selftest_steps" in line.modes
-        where = "--selftest-steps" if is_given else "step_scheduler.max_steps"
+        where = "step_scheduler.max_steps, --selftest-steps"
         _fail_with_one_step(where, steps, "test with more steps (--selftest-steps 6)")
+    return int(steps)
+
+
+def _planned_flags(line: CommandLine) -> tuple[LaunchFlags, LaunchFlags]:
+    """Return the launch flags before and after the resume. Raises :class:`RecipeError`."""
+    (ranks,) = line.modes.get("selftest_nproc", [line.flags.nproc_per_node])
     if not is_number(ranks) or int(ranks) < 1:
         _fail("invalid number of ranks", "--selftest-nproc", ranks, "set it to 1 or more")
     if line.flags.nnodes != "1" or started_world_size(os.environ, line.flags):
@@ -93,7 +82,7 @@ def plan_of(line: CommandLine, max_steps: int | None) -> Plan:
             "run it without --nnodes, torchrun and srun",
         )
     flags = dataclasses.replace(line.flags, max_restarts=0)
-    return Plan(int(steps), flags, dataclasses.replace(flags, nproc_per_node=ranks))
+    return flags, dataclasses.replace(flags, nproc_per_node=ranks)
 
 
 def _fail_with_one_step(where: str, value: object, hint: str) -> NoReturn:
@@ -110,18 +99,20 @@ def selftest(recipe: LoadedRecipe, line: CommandLine, observe: Observe) -> int:
 
     Raises :class:`RecipeError` for an invalid command line. If one of the runs fails, returns its exit code.
     """
-    plan = plan_of(line, recipe.config.step_scheduler.max_steps)
+    num_steps = _planned_steps(line, recipe.config.step_scheduler.max_steps)
+    flags = _planned_flags(line)
     with tempfile.TemporaryDirectory(prefix="ckpt-selftest-") as scratch:
-        runs = Runs(recipe, plan, Path(scratch), observe)
+        runs = Runs(recipe, num_steps, Path(scratch), observe)
         try:
-            found = runs.compare()
+            found = runs.compare(*flags)
         except RunFailed as failure:
-            print(failure.output, file=sys.stderr)
+            name, code, output = failure.args
+            print(output, file=sys.stderr)
             print(
-                f"selftest: the run {failure.name!r} ended with exit code {failure.code}; see above",
+                f"selftest: the run {name!r} ended with exit code {code}; see above",
                 file=sys.stderr,
             )
-            return failure.code or EXIT_INTERNAL
+            return code or EXIT_INTERNAL
     if "json" in line.modes:
         print(json.dumps(found, indent=2))
     else:
@@ -130,11 +121,7 @@ def selftest(recipe: LoadedRecipe, line: CommandLine, observe: Observe) -> int:
 
 
 class RunFailed(Exception):
-    """One of the three runs did not end as planned."""
-
-    def __init__(self, name: str, code: int, output: str) -> None:
-        super().__init__(name)
-        self.name, self.code, self.output = name, code, output
+    """(name, exit code, output) of one of the three runs that did not end as planned."""
 
 
 @dataclass(frozen=True)
@@ -142,26 +129,21 @@ class Runs:
     """The three runs of a recipe below *scratch*."""
 
     recipe: LoadedRecipe
-    plan: Plan
+    num_steps: int
     scratch: Path
     observe: Observe
 
-    def compare(self) -> dict[str, Any]:
+    def compare(self, flags: LaunchFlags, resumed_flags: LaunchFlags) -> dict[str, Any]:
         """Execute the three runs and compare them. Raises :class:`RunFailed`, or :class:`RecipeError` for one step."""
-        plan = self.plan
         # Without checkpoints: the next run has the same directory, and would resume from them.
-        straight = self._run("straight", plan.flags, None, EXIT_DONE, "--checkpoint.enabled=false")
+        straight = self._run("straight", flags, None, EXIT_DONE, "--checkpoint.enabled=false")
         if len(straight[0]) < 2:
             hint = "test it with more data or epochs (--step_scheduler.num_epochs)"
             _fail_with_one_step("--selftest-resume", "the data ended after 1 step", hint)
         # The run may be shorter than planned, and a step has to be left for the resume.
-        stop_after = min(plan.stop_after, max(1, len(straight[0]) - 1))
-        stopped = self._run(
-            "stopped", plan.flags, stop_after, EXIT_STOPPED, "--checkpoint.enabled=true"
-        )
-        resumed = self._run(
-            "resumed", plan.resumed_flags, None, EXIT_DONE, "--checkpoint.enabled=true"
-        )
+        stop_after = min(self.num_steps // 2, max(1, len(straight[0]) - 1))
+        stopped = self._run("stopped", flags, stop_after, EXIT_STOPPED, "--checkpoint.enabled=true")
+        resumed = self._run("resumed", resumed_flags, None, EXIT_DONE, "--checkpoint.enabled=true")
         if len(stopped) == len(resumed):
             joined = [before + after for before, after in zip(stopped, resumed, strict=True)]
             return compare(straight, joined, stop_after)
@@ -171,7 +153,7 @@ class Runs:
 
     def _loaded(self, *more: str) -> LoadedRecipe:
         directory = f"--checkpoint.checkpoint_dir={self.scratch / 'run'}"
-        steps = f"--step_scheduler.max_steps={self.plan.num_steps}"
+        steps = f"--step_scheduler.max_steps={self.num_steps}"
         ours = parse([*_ALWAYS, directory, steps, *more]).overrides
         return self.recipe.with_overrides(ours)
 

@@ -7,8 +7,7 @@ import posixpath
 import re
 from typing import Any
 
-from automodel_ckpt.cli.cluster.documents import comments, documents, filled
-from automodel_ckpt.cli.cluster.job import SCRATCH, Job
+from automodel_ckpt.cli.cluster.job import SCRATCH, Job, comments, documents, filled
 from automodel_ckpt.cli.cluster.options import LauncherOptions
 from automodel_ckpt.errors import (
     EXIT_SAVE_FAILED,

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 
 from automodel_ckpt.config.overrides import CommandLine
-from automodel_ckpt.config.schema_keys import closest
 from automodel_ckpt.errors import Problem, RecipeError
 
 FLAG = "--write-launcher"
@@ -63,8 +62,7 @@ def launcher_options(line: CommandLine) -> LauncherOptions:
     """
     (kind,) = line.modes["write_launcher"]
     if kind not in KINDS:
-        meant = closest(kind, KINDS)
-        hint = f"did you mean {meant}?" if meant else f"use {', '.join(KINDS)}"
+        hint = f"use {', '.join(KINDS)}"
         raise RecipeError("unknown kind of launcher", where=FLAG, value=kind, hint=hint)
     given = {name: line.modes[name][0] for name in USERS if name in line.modes}
     problems = []

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.cli.cluster.documents import comments, documents, filled, shell_words
-from automodel_ckpt.cli.cluster.job import Job
+from automodel_ckpt.cli.cluster.job import Job, comments, documents, filled, shell_words
 from automodel_ckpt.cli.cluster.kubernetes import NUM_FAILURES_PER_NODE, PORT
 from automodel_ckpt.cli.cluster.options import LauncherOptions
 from automodel_ckpt.config.tree.references import SECRET_NAME

@@ -6,8 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from automodel_ckpt.cli.cluster.documents import comments, shell_words
-from automodel_ckpt.cli.cluster.job import Job
+from automodel_ckpt.cli.cluster.job import Job, comments, shell_words
 from automodel_ckpt.cli.cluster.options import LauncherOptions
 from automodel_ckpt.errors import EXIT_STOPPED, RecipeError
 
@@ -110,7 +109,7 @@ def script(job: Job, options: LauncherOptions) -> str:
 
 def _environment(job: Job) -> str:
     line = "# export HF_HUB_OFFLINE=1  # nodes without a network: download models before"
-    if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "TRUE", "on", "ON", "yes", "YES"):
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "on", "yes"):
         line = "export HF_HUB_OFFLINE=1"
     lines = [line]
     for name in job.required:

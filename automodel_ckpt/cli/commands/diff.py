@@ -81,8 +81,8 @@ b B | {_ONE}
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt diff``. Differences give exit code 0, damaged tensors 3; damaged tensors are not compared."""
     with contextlib.ExitStack() as copies:
-        a = _side_at(arguments.a, copies)
-        b = _side_at(arguments.b, copies)
+        a = _side(arguments.a, copies)
+        b = _side(arguments.b, copies)
         document, problems = _document(a, b)
     print_document(arguments, document, _lines(document))
     if problems:
@@ -92,17 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _side_at(place: str, copies: contextlib.ExitStack) -> Side:
-    """Read the checkpoint at a path or URL. *copies* keeps the files of a checkpoint in a store while it is open."""
-    if not is_url(place):
-        return _side(whole_checkpoint(Path(place)))
-    run, name, manifest = locate_one(place)
-    copy = copies.enter_context(sparse_copy(run, name, manifest))
-    return replace(_side_of(copy, manifest, recorded_at=math.inf), url=f"{run.store}/{name}")
+def _side(place: str, copies: contextlib.ExitStack) -> Side:
+    """Read the checkpoint at a path or URL; of another program's, only the tensors and the recipe, if it has one.
 
-
-def _side(path: Path) -> Side:
-    """Read the checkpoint at *path*; of another program's, only the tensors and the recipe, if it has one."""
+    *copies* keeps the files of a checkpoint in a store while it is open.
+    """
     from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
@@ -110,18 +104,21 @@ def _side(path: Path) -> Side:
     from automodel_ckpt.convert.formats.files import read_json
     from automodel_ckpt.convert.open import open_source
 
-    if not os.path.lexists(path / layout.MANIFEST):
-        source = open_source(path)
-        return Side(
-            path,
-            trees={"model": StoredTensors(source.root, source.tensors)},
-            recipe=saved_recipe(path / layout.CONFIG),
-            config=_config(
-                lambda: read_json(source.config_directory, "config.json", source.export)
-            ),
-        )
-    recorded_at = os.stat(path / layout.MANIFEST).st_mtime_ns
-    return _side_of(path, Manifest.read(path), recorded_at=recorded_at)
+    if is_url(place):
+        run, name, manifest = locate_one(place)
+        copy = copies.enter_context(sparse_copy(run, name, manifest))
+        return replace(_side_of(copy, manifest, recorded_at=math.inf), url=f"{run.store}/{name}")
+    path = whole_checkpoint(Path(place))
+    if os.path.lexists(path / layout.MANIFEST):
+        recorded_at = os.stat(path / layout.MANIFEST).st_mtime_ns
+        return _side_of(path, Manifest.read(path), recorded_at=recorded_at)
+    source = open_source(path)
+    return Side(
+        path,
+        trees={"model": StoredTensors(source.root, source.tensors)},
+        recipe=saved_recipe(path / layout.CONFIG),
+        config=_config(lambda: read_json(source.config_directory, "config.json", source.export)),
+    )
 
 
 def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
@@ -172,7 +169,6 @@ def _document(a: Side, b: Side) -> tuple[dict[str, Any], list[Problem]]:
             found.update(dict.fromkeys(problems))
     sections: dict[str, Any] = {}
     not_compared: list[str] = []
-    absent: list[str] = []
     for part in _SECTIONS:
         before, after = getattr(a, part), getattr(b, part)
         sections[part] = {}
@@ -181,16 +177,12 @@ def _document(a: Side, b: Side) -> tuple[dict[str, Any], list[Problem]]:
         elif before or after:
             # Another program's checkpoint has none of this: that is no change from a value to none.
             not_compared.append(part)
-        else:
-            # Weights of another program have tensors only.
-            absent.append(part)
     document = {
         "a": a.url or str(a.path),
         "b": b.url or str(b.path),
         "foreign": [str(side.path) for side in (a, b) if not side.general],
         **sections,
         "not_compared": not_compared,
-        "absent": absent,
         "trees": trees,
     }
     return document, list(found)
@@ -204,7 +196,8 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     for path in document["foreign"]:
         yield coloured(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
     for part in _SECTIONS:
-        if part in document["absent"]:
+        if len(document["foreign"]) == 2 and not document[part]:
+            # Weights of other programs may have tensors only.
             continue
         title = _TITLES.get(part, part)
         lines = _change_lines(document[part])

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,19 +160,19 @@ def _commit() -> str | None:
 
 def _imported(names: Sequence[str]) -> dict[str, Any]:
     """Import each library in a process of its own, and return their versions or errors by name: one may crash."""
-    with ThreadPoolExecutor(len(names)) as pool:
-        return dict(zip(names, pool.map(_probe, names), strict=True))
-
-
-def _probe(name: str) -> Any:
-    """Return the version of a library, for torch also its build and its devices, or the error of its import."""
     probe = "automodel_ckpt.cli.commands.env_probe"
-    with start_python(probe, name, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        try:
-            output, _ = process.communicate(timeout=_IMPORT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    started = {name: start_python(probe, name, **streams) for name in names}
+    return {name: _answer(name, process) for name, process in started.items()}
+
+
+def _answer(name: str, process: subprocess.Popen[bytes]) -> Any:
+    """Return the version of a library, for torch also its build and its devices, or the error of its import."""
+    try:
+        output, _ = process.communicate(timeout=_IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
     # A library may print other lines.
     records = [json.loads(line) for line in output.splitlines() if line.startswith(b'{"name": ')]
     if not records:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 from collections.abc import Iterator
@@ -58,17 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Name each run by the last parts of its path, as many as are needed to distinguish the runs."""
-    all_parts = [path.absolute().parts for path in paths]
-    longest = max(map(len, all_parts))
-    names: list[str] = []
-    for depth in range(1, longest + 1):
-        names = [os.path.join(*parts[-depth:]) for parts in all_parts]
-        # A run that is given twice has one name.
-        are_unique = len(set(names)) == len(set(all_parts))
-        if are_unique and names != ["checkpoints"]:
-            break
-    return names
+    """Name each run by its path from the directory that contains all of them."""
+    absolute = [path.absolute() for path in paths]
+    above = os.path.commonpath([path.parent for path in absolute])
+    return [os.path.relpath(path, above) for path in absolute]
 
 
 def _write(runs: list[History], file: Path) -> None:
@@ -89,9 +81,6 @@ def _write(runs: list[History], file: Path) -> None:
     content = printable_lines(text).encode("utf-8", "backslashreplace")
     # Publishing renames: without this, it would replace a link instead of its target.
     target = Path(os.path.realpath(file))
-    # Publishing would create it.
-    if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
     with published_file(target, print_error, what="the report") as staging:
         staging.write_bytes(content)
 

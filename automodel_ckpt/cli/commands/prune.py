@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises :class:`RecipeError` if no option selects what to keep or no checkpoint has the metric,
     :class:`CheckpointUnusable` if there is no run, and an error of the lease if a live run uses the directory.
     """
+    from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.checkpoint.run import maintenance, resume
     from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT, Lease
 
@@ -90,7 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         freed = _removable(arguments, run, policy)
         if arguments.drop_optimizer:
-            freed = {name: _optimizer_bytes(run / name) for name in freed}
+            manifests = {name: Manifest.read(run / name) for name in freed}
+            freed = {
+                name: manifest.nbytes - maintenance.without_optimizer(manifest).nbytes
+                for name, manifest in manifests.items()
+            }
     else:
         # Select under the lease: a live run, or another prune, changes the set of checkpoints.
         lease = Lease(run, hint=COMMAND_HINT)
@@ -246,14 +251,6 @@ def _remove(
     for name in maintenance.remove(run, removable, check_lease=check_lease):
         freed[name] = removable[name]
     return freed
-
-
-def _optimizer_bytes(checkpoint: Path) -> int:
-    from automodel_ckpt.checkpoint.parts.manifest import Manifest
-    from automodel_ckpt.checkpoint.run.maintenance import without_optimizer
-
-    manifest = Manifest.read(checkpoint)
-    return manifest.nbytes - without_optimizer(manifest).nbytes
 
 
 def _print_result(

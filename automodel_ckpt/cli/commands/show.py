@@ -38,8 +38,6 @@ from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, describe
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
 
-_UNSET = frozenset({"null", "[]", "{}"})
-"""Values of a recipe that are not counted as set."""
 _WIDTH = 78
 USAGE = f"""
 Show the contents of a checkpoint: state, tensors, files, data position. Tensors of the same shape whose names differ
@@ -77,20 +75,21 @@ def _show_remote(arguments: argparse.Namespace) -> int:
         reject_url(arguments.path, "show --stats")
     run, name, manifest = locate_one(arguments.path)
     with sparse_copy(run, name, manifest) as copy:
-        document = _document(copy, manifest, False)
-    document["path"] = f"{run.store}/{name}"
+        document = _document(copy, manifest, False) | {"path": f"{run.store}/{name}"}
     return print_document(arguments, document, _lines(document, everything=arguments.tensors))
 
 
 def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
     """Return the document of ``ckpt show --json`` for a checkpoint of this program."""
     from automodel_ckpt.checkpoint.files import layout
+    from automodel_ckpt.checkpoint.parts.verify import verify
     from automodel_ckpt.checkpoint.run.notes import recall_losses
     from automodel_ckpt.checkpoint.state.display import plain_state
     from automodel_ckpt.config.help.changes import saved_recipe
 
-    if stats:
-        _check_sizes(path, manifest)
+    problems = verify(path, manifest, "size") if stats else []
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
     return {
         "path": str(path),
         "step": manifest.step,
@@ -109,15 +108,6 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
         "files": {name: record.size for name, record in manifest.files.items()},
         "trees": {name: _tree(path, tree, stats) for name, tree in manifest.trees.items()},
     }
-
-
-def _check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise :class:`CheckpointUnusable` if a file does not have the size in the manifest."""
-    from automodel_ckpt.checkpoint.parts.verify import verify
-
-    problems = verify(path, manifest, "size")
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
 
 
 def _tree(path: Path, tree: Tree, stats: bool) -> dict[str, Any]:
@@ -190,17 +180,12 @@ def _tree_lines(name: str, tree: Mapping[str, Any], everything: bool) -> Iterato
 
 
 def _recipe_lines(document: Mapping[str, Any], everything: bool) -> Iterator[str]:
-    recipe = {key: text for key, text in document["config"].items() if text not in _UNSET}
     if everything:
-        yield from section("recipe", pairs(recipe))
+        yield from section("recipe", pairs(document["config"]))
         yield from section("environment", pairs(document["environment"]))
         return
-    listed = "all tensors and files"
-    # An imported checkpoint has no recipe.
-    if recipe:
-        listed = f"all tensors, files, and the recipe ({counted(len(recipe), 'value')})"
     yield ""
-    yield f"`ckpt show --tensors` lists {listed}"
+    yield "`ckpt show --tensors` lists all tensors and files, the recipe and the environment"
 
 
 def _group_lines(options: Mapping[str, Any]) -> list[str]:

@@ -18,8 +18,6 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +51,6 @@ from automodel_ckpt.errors import (
     EXIT_INTERNAL,
     AutomodelError,
     RecipeError,
-    os_problem,
 )
 from automodel_ckpt.logs.start_time import note_process_start
 from automodel_ckpt.parallel.ranks import hang_action
@@ -114,7 +111,8 @@ MONITOR_SECONDS = 0.1
 
 def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> int:
     """Fork the ranks of this node and return the exit code of the run. Raises :class:`StoppedWaiting` for a signal."""
-    with _scratch_directory() as directory, SignalForwarder() as signals:
+    scratch = tempfile.TemporaryDirectory(prefix="ckpt-train-")
+    with scratch as directory, SignalForwarder() as signals:
         # torch reads the number of threads at its import, before it can count the GPUs.
         set_threads(os.environ, _estimated_ranks(flags.nproc_per_node))
         configure_torch(os.environ)
@@ -130,7 +128,7 @@ def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> 
         # A signal after the imports: no rank exists yet that it could be sent to.
         if signals.received:
             raise StoppedWaiting
-        failure_dir = FailureDirectory(directory)
+        failure_dir = FailureDirectory(Path(directory))
         arguments = (loaded, recipe_class, failure_dir, os.getpid())
         max_restarts = rendezvous.max_restarts(flags.max_restarts)
         try:
@@ -141,19 +139,6 @@ def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> 
             return report_stop(signals.received, "while waiting for the other nodes")
         keep_memory(loaded, code)
         return code
-
-
-@contextmanager
-def _scratch_directory() -> Iterator[Path]:
-    """Create the temporary directory of :class:`FailureDirectory`. Raises :class:`RecipeError`."""
-    try:
-        directory = tempfile.TemporaryDirectory(prefix="ckpt-train-")
-    except OSError as error:
-        hint = "free space in it, or set TMPDIR to another directory"
-        problem = os_problem(error, "the temporary directory cannot be used", hint=hint)
-        raise RecipeError.all_of([problem]) from error
-    with directory as name:
-        yield Path(name)
 
 
 def _estimated_ranks(requested: str) -> int:
@@ -202,7 +187,8 @@ def _run_agent(
     except Exception as error:
         if not agent.ranks:
             raise _start_error(rendezvous, error) from error
-        has_failed, failures = True, [*agent.failures, _lost_rendezvous(rendezvous, error)]
+        lost = lost_connection_record(error, -1, "to the other nodes", where=_place(rendezvous))
+        has_failed, failures = True, [*agent.failures, lost]
     finally:
         handler.shutdown()
     if not failures:
@@ -235,14 +221,12 @@ def _waiting_text(rendezvous: Rendezvous) -> str:
     if rendezvous.run_id != "none":
         endpoint += f" (run {rendezvous.run_id})"
     text = f"waiting for other nodes at {endpoint}: {num_nodes} nodes are required"
-    host = rendezvous.rdzv_endpoint.rpartition(":")[0].strip("[]")
+    host = rendezvous.host
     return text if is_known(host) else f"{text}; the host name {host} cannot be resolved"
 
 
-def _lost_rendezvous(rendezvous: Rendezvous, error: Exception) -> FailureRecord:
-    """Return the record of a launcher that could not join the other nodes again, or lost its connection to them."""
-    where = f"rendezvous {rendezvous.rdzv_backend} at {rendezvous.rdzv_endpoint}"
-    return lost_connection_record(error, -1, "to the other nodes", where=where)
+def _place(rendezvous: Rendezvous) -> str:
+    return f"rendezvous {rendezvous.rdzv_backend} at {rendezvous.rdzv_endpoint}"
 
 
 def _start_error(rendezvous: Rendezvous, error: Exception) -> AutomodelError:
@@ -250,7 +234,7 @@ def _start_error(rendezvous: Rendezvous, error: Exception) -> AutomodelError:
         return error
     return RecipeError(
         "the ranks could not be started",
-        where=f"rendezvous {rendezvous.rdzv_backend} at {rendezvous.rdzv_endpoint}",
+        where=_place(rendezvous),
         value=f"{type(error).__name__}: {error}",
         hint="check that the address is the one of this run, that its port is free, that all nodes were started, and "
         "whether the system can start processes (ulimit -u, the free memory)",

@@ -10,14 +10,14 @@ This module imports nothing of the package, so that the server of the tests' com
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _is_initializing(cuda: Any) -> bool:
 
 
 def _fields(properties: Any) -> dict[str, Any]:
-    """The public fields of a device's properties. Values that JSON does not have, such as the UUID, are text."""
+    """The public fields of a device's properties. Values of torch's own types, such as the UUID, are text."""
     fields: dict[str, Any] = {}
     for name in dir(properties):
         value: Any = getattr(properties, name)
@@ -88,37 +88,32 @@ def _fields(properties: Any) -> dict[str, Any]:
 
 def _in_forked_process(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What a function returns in a forked process. Raises RuntimeError with the text of its exception."""
-    read_end, write_end = os.pipe()
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(function, sender))
     with warnings.catch_warnings():
         # Python 3.12 warns of a fork in a process with threads. The child runs no code that needs them.
         warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        _answer(function, write_end)
+        process.start()
+    sender.close()
     try:
-        os.close(write_end)
-        with open(read_end, "rb") as pipe:
-            text = pipe.read()
+        fields, error = receiver.recv()
+    except EOFError:
+        fields, error = {}, "the process that reads them ended"
     finally:
         # Also if a signal ended the wait.
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    answer: dict[str, Any] = {"error": "the process that reads them ended"}
-    if text:
-        answer = json.loads(text)
-    if "error" in answer:
-        raise RuntimeError(f"the properties of the GPUs cannot be read: {answer['error']}")
-    fields: dict[str, Any] = answer["fields"]
-    return fields
+        process.kill()
+        process.join()
+        receiver.close()
+    if error:
+        raise RuntimeError(f"the properties of the GPUs cannot be read: {error}")
+    found: dict[str, Any] = fields
+    return found
 
 
-def _answer(function: Callable[[], dict[str, Any]], write_end: int) -> NoReturn:
-    """Write the result or the error of a function as JSON, and end this process without its cleanup."""
+def _answer(function: Callable[[], dict[str, Any]], sender: Connection) -> None:
+    """Send the result and the error of a function."""
     try:
-        try:
-            answer: dict[str, Any] = {"fields": function()}
-        except BaseException as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        os.write(write_end, json.dumps(answer).encode())
-    finally:
-        os._exit(0)
+        sender.send((function(), ""))
+    except BaseException as error:
+        sender.send(({}, f"{type(error).__name__}: {error}"))

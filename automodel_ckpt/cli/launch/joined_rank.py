@@ -12,7 +12,7 @@ from typing import Any
 from automodel_ckpt.cli.launch.failures import FailureRecord, printed_failure
 from automodel_ckpt.cli.launch.process import print_message, this_rank, world_size
 from automodel_ckpt.cli.launch.recipe_import import Prepare, configure_torch, import_recipe
-from automodel_ckpt.cli.launch.worker import keep_memory_of_rank, run_rank
+from automodel_ckpt.cli.launch.worker import keep_memory, run_rank
 from automodel_ckpt.errors import (
     EXIT_DONE,
     EXIT_INTERNAL,
@@ -51,7 +51,12 @@ def run_joined(prepare: Prepare, *, serve: bool) -> int:
     else:
         with hang_action.ending_processes():
             code = run_rank(loaded, recipe_class, _report, exit_stopped)
-        keep_memory_of_rank(loaded, code)
+        # All ranks of a node get here as they end, unless a restart follows. The one that owned the memory does the
+        # work, or, if it was killed, another one. If all are killed, the memory is kept for the next start. torchrun's
+        # agent kills the one that copies 30 seconds after another rank has failed; the memory is then kept, too. No
+        # process is left to continue the copy: it would own the run directory when the next start needs it.
+        if not hang_action.has_restarts_left(os.environ):
+            keep_memory(loaded, code, by_rank=True)
     # The store is served until here.
     del store
     return exit_stopped if code == EXIT_STOPPED else code

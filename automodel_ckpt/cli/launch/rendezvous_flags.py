@@ -38,14 +38,15 @@ class Rendezvous:
     node_rank: int = 0
 
     @property
-    def is_elastic(self) -> bool:
-        return self.min_nodes < self.max_nodes
+    def host(self) -> str:
+        """The host of the endpoint; an IPv6 address without brackets."""
+        return self.rdzv_endpoint.rpartition(":")[0].strip("[]")
 
     def max_restarts(self, requested: int | None) -> int:
         """Return how often the ranks may be restarted. The default is not 0 if nodes may leave the run."""
         if requested is not None:
             return requested
-        return ELASTIC_RESTARTS if self.is_elastic else 0
+        return ELASTIC_RESTARTS if self.min_nodes < self.max_nodes else 0
 
 
 def choose_rendezvous(flags: LaunchFlags, environment: Mapping[str, str]) -> Rendezvous:
@@ -108,16 +109,12 @@ def _validate_no_static_flags(flags: LaunchFlags) -> None:
 
 def _validate_static_nodes(flags: LaunchFlags, min_nodes: int, max_nodes: int) -> None:
     """Raise :class:`RecipeError` for flags that need --rdzv-endpoint."""
-    problems = {
-        "--nnodes, an elastic number of nodes": min_nodes != max_nodes,
-        "--nnodes without --master-addr": max_nodes > 1 and flags.master_addr is None,
-        "--max-restarts on several nodes": max_nodes > 1 and bool(flags.max_restarts),
-    }
-    for where in [name for name, needs_endpoint in problems.items() if needs_endpoint]:
+    is_elastic = min_nodes != max_nodes
+    if is_elastic or (max_nodes > 1 and (flags.master_addr is None or flags.max_restarts)):
         raise RecipeError(
             "a rendezvous endpoint is required",
-            where=where,
-            value=flags.max_restarts if "restarts" in where else flags.nnodes,
+            where="--nnodes, --master-addr, --max-restarts",
+            value=f"{flags.nnodes}, {flags.master_addr}, {flags.max_restarts}",
             hint="add --rdzv-endpoint HOST:PORT and --rdzv-id NAME, the same on all nodes (a fixed number of nodes "
             "without restarts can have --master-addr HOST and --node-rank N instead)",
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.units import measure_text
-from automodel_ckpt.cli.common.terminal import json_text, print_error, printable
+from automodel_ckpt.cli.common.terminal import json_text, print_error, printable, table
 from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.cli.models.generate import SOURCE_OPTIONS, load_model
 from automodel_ckpt.errors import EXIT_DONE
@@ -90,9 +90,4 @@ def _table(metrics: Sequence[TaskMetric]) -> list[str]:
     for each in metrics:
         error = "" if each.stderr is None else f" +- {measure_text(each.stderr)}"
         rows.append((each.task, each.metric, f"{measure_text(each.value)}{error}"))
-    task_width = max(len(task) for task, _, _ in rows)
-    metric_width = max(len(metric) for _, metric, _ in rows)
-    lines = []
-    for task, metric, value in rows:
-        lines.append(f"{task:{task_width}}  {metric:{metric_width}}  {value}")
-    return lines
+    return table(rows)

@@ -11,8 +11,14 @@ from pathlib import Path
 
 from automodel_ckpt.cli.common.arguments import WHERE, without_effect
 from automodel_ckpt.cli.common.paths import find_checkpoint
-from automodel_ckpt.cli.targets.hf import run_hf
-from automodel_ckpt.cli.targets.table import TARGETS, Target, attribute, options_of, unused_option
+from automodel_ckpt.cli.targets.table import (
+    TARGETS,
+    Target,
+    attribute,
+    options_of,
+    run_hf,
+    unused_option,
+)
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
 _EMA = "--ema"
@@ -108,15 +114,12 @@ def _average_in(source: Path) -> Path:
     from automodel_ckpt.checkpoint.sources.source import is_average
 
     checkpoint = source if os.path.lexists(source / layout.MANIFEST) else source.parent
-    modules: list[str] = []
-    if os.path.lexists(checkpoint / layout.MANIFEST):
-        manifest = Manifest.read(checkpoint)
-        if is_average(manifest, layout.AVERAGE):
-            return checkpoint / layout.AVERAGE
-        modules = [name for name, record in manifest.state.items() if record.kind == "module"]
+    is_own = os.path.lexists(checkpoint / layout.MANIFEST)
+    if is_own and is_average(Manifest.read(checkpoint), layout.AVERAGE):
+        return checkpoint / layout.AVERAGE
     raise CheckpointUnusable(
         "this checkpoint has no average of the weights",
         where=str(source),
-        value=f"its modules: {', '.join(modules) or 'none'}",
+        value=f"no directory {layout.AVERAGE}",
         hint=f"remove {_EMA}; the section ema of a recipe keeps an average",
     )

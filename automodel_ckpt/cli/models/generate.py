@@ -17,10 +17,6 @@ from automodel_ckpt.errors import EXIT_DONE, RecipeError
 if TYPE_CHECKING:
     from automodel_ckpt.cli.models.loading import LoadedModel
     from automodel_ckpt.models.measure.generation import Completion, Sampling
-if TYPE_CHECKING:
-    from automodel_ckpt.cli.models.loading import LoadedModel
-    from automodel_ckpt.models.measure.generation import Sampling
-
 
 _PATH = "a run directory, a checkpoint, an export, an adapter, or a model of the Hub"
 

@@ -104,7 +104,7 @@ def start_rank(
     """
     section = config.distributed
     if config.logging.trackers:
-        from automodel_ckpt.logs.tracker_process import require_trackers
+        from automodel_ckpt.logs.trackers import require_trackers
 
         require_trackers(config.logging.trackers, has_logs=config.checkpoint.enabled)
     # Registered before the groups exist: init_distributed may fail after it has opened some.

@@ -35,7 +35,7 @@ from automodel_ckpt.training.values.records import (
 
 if TYPE_CHECKING:
     from automodel_ckpt.logs.step_profiler import StepProfiler
-    from automodel_ckpt.logs.tracker_process import Tracking
+    from automodel_ckpt.logs.trackers import Tracking
     from automodel_ckpt.models.measure.harness import TaskMetric
     from automodel_ckpt.training.counters.rules import Spike
     from automodel_ckpt.training.values.step_numbers import LaunchedStep
@@ -185,7 +185,7 @@ class RunLog:
     def start_trackers(self, run: Path, step: int) -> None:
         """Start the process that sends the logs in the directory *run*, after *step*, to ``logging.trackers``."""
         if self._settings.trackers:
-            from automodel_ckpt.logs.tracker_process import Tracking
+            from automodel_ckpt.logs.trackers import Tracking
 
             went_back = any(name.step > step for name in checkpoint_names(run))
             self._tracking = Tracking(

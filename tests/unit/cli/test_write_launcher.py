@@ -278,7 +278,7 @@ def test_a_run_that_waits_for_uploads_has_time_for_them(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--write-launcher=slrum"], "did you mean slurm?"),
+        (["--write-launcher=slrum"], "use slurm, k8s, skypilot"),
         (["--output=x"], "--output requires --write-launcher"),
         (["--write-launcher=k8s", "--time-limit=1:0:0"], "--time-limit is not used with"),
         (["--write-launcher=slurm", "--time-limit=soon"], "invalid value of --time-limit"),

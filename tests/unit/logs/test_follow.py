@@ -18,7 +18,7 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.logs import follow
 from automodel_ckpt.logs.follow import Follower
-from automodel_ckpt.logs.tracker_process import Tracking, require_trackers
+from automodel_ckpt.logs.trackers import Tracking, require_trackers
 from tests.support.history import write_run
 
 
@@ -186,7 +186,7 @@ def test_training_is_followed_by_a_process_that_ends_with_it(tmp_path: Path) -> 
 def test_no_tracker_outlives_a_killed_trainer(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=2)
     code = (
-        "import sys, time, pathlib; from automodel_ckpt.logs.tracker_process import Tracking\n"
+        "import sys, time, pathlib; from automodel_ckpt.logs.trackers import Tracking\n"
         "t = Tracking(pathlib.Path(sys.argv[1]), {}, 0); print(t._process.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen(

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from automodel_ckpt.cli.launch.failures import (
     FINAL_CODES,
@@ -306,40 +307,22 @@ JOIN_SECONDS = 600
 _POLL_SECONDS = 0.5
 
 
-class LocalRendezvous(RendezvousHandler):
-    """The rendezvous of a single node. The ranks connect on *port* of the loopback interface; 0: on a free port."""
+class LocalRendezvous(StaticTCPRendezvous):
+    """The rendezvous of a single node, without a server. Port 0: the ranks connect on a free port."""
 
-    def __init__(self, port: int, run_id: str) -> None:
-        self._port, self._run_id = port, run_id
+    # A rank serves the store of the ranks.
+    use_agent_store = False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the address of the ranks. Raises OSError if the port is in use."""
-        with socket.create_server(("127.0.0.1", self._port)) as server:
-            address = RendezvousStoreInfo("127.0.0.1", server.getsockname()[1])
+        with socket.create_server((self.master_addr, self.master_port)) as server:
+            address = RendezvousStoreInfo(self.master_addr, server.getsockname()[1])
         return RendezvousInfo(HashStore(), 0, 1, address)
-
-    def get_backend(self) -> str:
-        return LOCAL
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def local_address(rendezvous: Rendezvous) -> str | None:
     """Return the address at which the other nodes reach this one. Returns None when torch finds it."""
-    host = _host(rendezvous)
+    host = rendezvous.host
     return None if is_loopback(host) else address_towards(host)
 
 
@@ -350,9 +333,9 @@ def rendezvous_handler(rendezvous: Rendezvous) -> RendezvousHandler:
         TimeoutError: The host cannot be reached within JOIN_SECONDS.
         Exception: torch could not connect to the host.
     """
-    host, port = _host(rendezvous), int(rendezvous.rdzv_endpoint.rpartition(":")[2])
+    host, port = rendezvous.host, int(rendezvous.rdzv_endpoint.rpartition(":")[2])
     if rendezvous.rdzv_backend == LOCAL:
-        return LocalRendezvous(port, rendezvous.run_id)
+        return LocalRendezvous(host, port, 0, 1, rendezvous.run_id, JOIN_SECONDS)
     configs: dict[str, Any] = {"rank": rendezvous.node_rank, "timeout": JOIN_SECONDS}
     if rendezvous.rdzv_backend == C10D:
         configs = {}
@@ -383,7 +366,3 @@ def _await_host(host: str, port: int) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"no node answers at {host}:{port} within {JOIN_SECONDS} seconds")
         time.sleep(_POLL_SECONDS)
-
-
-def _host(rendezvous: Rendezvous) -> str:
-    return rendezvous.rdzv_endpoint.rpartition(":")[0].strip("[]")

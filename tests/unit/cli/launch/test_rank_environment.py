@@ -249,7 +249,7 @@ def test_several_machines_meet_as_with_torchrun() -> None:
         (LaunchFlags(node_rank=1), "--node-rank"),
         (
             LaunchFlags(nnodes="2", master_addr="head", node_rank=0, max_restarts=1),
-            "--max-restarts",
+            "--nnodes",
         ),
         (LaunchFlags(nnodes="2", rdzv_endpoint="head:1", node_rank=0), "--node-rank"),
         (LaunchFlags(nnodes="2", rdzv_endpoint="head:1", master_port=5), "--master-port"),
