@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
@@ -58,9 +59,7 @@ class DPO(PairObjective):
         losses = self.pair_losses(log_probs, gains, num_labels)
         return self.summed(losses, self.section.beta * gains, micro_batch)
 
-    def pair_losses(
-        self, log_probs: torch.Tensor, gains: torch.Tensor, num_labels: torch.Tensor
-    ) -> torch.Tensor:
+    def pair_losses(self, log_probs: Tensor, gains: Tensor, num_labels: Tensor) -> Tensor:
         """Compute the loss [P] of each pair. The arguments [2 P] have a value for each row: the log-probability of its
         labels, its gain over the reference, and the number of its labels, at least 1.
         """
@@ -79,7 +78,7 @@ class DPO(PairObjective):
         return (1 - smoothing) * right + smoothing * wrong
 
 
-def _difference(values: torch.Tensor) -> torch.Tensor:
+def _difference(values: Tensor) -> Tensor:
     """The values [2 P] of preferred rows minus the values of rejected rows: [P]."""
     return values[::2] - values[1::2]
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModel, PreTrainedConfig
 
 from automodel_ckpt.base.rng import StatefulRNG
@@ -63,7 +64,7 @@ class Contrastive(Objective):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._known: list[tuple[torch.Tensor, LossSum]] = []
+        self._known: list[tuple[Tensor, LossSum]] = []
         """The gradient of the embeddings, and the loss, of each micro-batch that :meth:`loss` has yet to compute."""
         self._seen: list[tuple[Parts, Parts]] = []
         """The digests and embeddings of the texts of a validation set, on the host."""
@@ -73,7 +74,7 @@ class Contrastive(Objective):
         num_tokens = int(micro_batch["attention_mask"].sum()) if num_pairs else 0
         return BatchSize(num_pairs, num_tokens, num_tokens)
 
-    def embed(self, micro_batch: Tensors) -> torch.Tensor:
+    def embed(self, micro_batch: Tensors) -> Tensor:
         """The embeddings [N, H] of all texts of *micro_batch*, in float32."""
         rows = self.rows_of(micro_batch)
         inputs = {name: self._on_device(rows[name]) for name in ("input_ids", "attention_mask")}
@@ -112,8 +113,8 @@ class Contrastive(Objective):
         return LossSum(loss, result.metrics)
 
     def _losses(
-        self, micro_batches: Sequence[Tensors], embeddings: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, micro_batches: Sequence[Tensors], embeddings: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """The loss [B] and the rank [B] of each pair of *micro_batches* among its candidates. A collective."""
         section = self.section
         digests, values = _own_parts(micro_batches, embeddings)
@@ -129,7 +130,7 @@ class Contrastive(Objective):
 
     # ---------------------------------------------------------------- validation
 
-    def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
+    def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[Tensor]:
         """Compute the summed loss of *micro_batches*, which are a global batch, also with ``negatives: micro_batch``.
 
         So the metrics of a validation do not depend on the number of ranks.
@@ -166,7 +167,7 @@ class Contrastive(Objective):
 
 
 def _own_parts(
-    micro_batches: Sequence[Tensors], embeddings: Sequence[torch.Tensor]
+    micro_batches: Sequence[Tensors], embeddings: Sequence[Tensor]
 ) -> tuple[Parts, Parts]:
     """The digests and the *embeddings* of the texts of this rank's *micro_batches*."""
     digests, values = [], []
@@ -176,7 +177,7 @@ def _own_parts(
     return Parts.joined(digests), Parts.joined(values)
 
 
-def _summed(losses: torch.Tensor, ranks: torch.Tensor) -> LossSum:
+def _summed(losses: Tensor, ranks: Tensor) -> LossSum:
     return LossSum(losses.sum(), {"accuracy": (ranks == 1).sum()})
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from automodel_ckpt.config.keys.kinds import KTOConfig
 from automodel_ckpt.data.kto import DESIRABLE, MISMATCHED, KTOCollator
@@ -86,7 +87,7 @@ class KTO(PreferenceObjective):
         kl = max(0.0, gain / num_rows) if num_rows > 1 else 0.0
         self._state = GlobalBatchState(kl, num_samples, num_desirable)
 
-    def _gain_now(self, rows: Tensors) -> torch.Tensor:
+    def _gain_now(self, rows: Tensors) -> Tensor:
         """The gain [B] of *rows* without gradients and without dropout."""
         rows = self.rows_of(rows)
         with evaluation_pass(self.model):
@@ -126,7 +127,7 @@ class KTO(PreferenceObjective):
         result = self.with_aux_loss(losses.sum())
         return replace(result, metrics={**metrics, **result.metrics})
 
-    def _means_of_batch(self, metrics: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _means_of_batch(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         """Scale the summed rewards, so that their mean over all samples is that over the samples with the judgment."""
         state = self._state
         num_undesirable = state.num_samples - state.num_desirable

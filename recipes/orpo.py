@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from automodel_ckpt.config.keys.kinds import ORPOConfig
 from automodel_ckpt.loss.causal import IGNORE_INDEX
@@ -48,7 +49,7 @@ class ORPO(PairObjective):
         return self.summed(losses, rewards, micro_batch, sft_loss=sft_losses.detach().float())
 
 
-def _prompt_labels(rows: Tensors) -> torch.Tensor:
+def _prompt_labels(rows: Tensors) -> Tensor:
     """Labels [B, T] on the tokens that have none in *rows*, of the preferred rows only."""
     labels = torch.where(rows["labels"] == IGNORE_INDEX, rows["input_ids"], IGNORE_INDEX)
     if "attention_mask" in rows:
@@ -57,7 +58,7 @@ def _prompt_labels(rows: Tensors) -> torch.Tensor:
     return labels
 
 
-def log1mexp(log_probs: torch.Tensor) -> torch.Tensor:
+def log1mexp(log_probs: Tensor) -> Tensor:
     """Compute log(1 - exp(x)) of log-probabilities x < 0, without loss of precision near 0 and for large -x.
 
     Source of both forms: Martin Maechler, "Accurately Computing log(1 - exp(-|a|))", 2012.

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.tree.rules import Target
@@ -100,7 +100,7 @@ class PreferenceObjective(Objective):
     sums_cross_entropy = False
     reference: Reference
 
-    def log_probs(self, rows: Tensors, trainable: Trainable | None = None) -> torch.Tensor:
+    def log_probs(self, rows: Tensors, trainable: Trainable | None = None) -> Tensor:
         """Compute the log-probability [B] of the labeled tokens of each row, in float32 or float64.
 
         The trained model computes them, or *trainable* if it is given. A row without labels has log-probability 0.
@@ -108,8 +108,8 @@ class PreferenceObjective(Objective):
         return self.log_probs_of(rows, [rows["labels"]], trainable)[0]
 
     def log_probs_of(
-        self, rows: Tensors, labels: Sequence[torch.Tensor], trainable: Trainable | None = None
-    ) -> torch.Tensor:
+        self, rows: Tensors, labels: Sequence[Tensor], trainable: Trainable | None = None
+    ) -> Tensor:
         """Compute :meth:`log_probs` for each of *labels* [B, T] of the same rows in one pass: [len(labels), B]."""
         trainable = trainable or self.trainable
         inputs = self._inputs(rows, None)
@@ -143,19 +143,19 @@ class PreferenceObjective(Objective):
         if trainable is self.trainable:
             self._note_routing(output, rows, WHOLE)
 
-    def reference_log_probs(self, rows: Tensors) -> torch.Tensor:
+    def reference_log_probs(self, rows: Tensors) -> Tensor:
         """Compute :meth:`log_probs` of the reference, without gradients."""
         with self.reference.ready() as reference:
             return self.log_probs(rows, reference)
 
 
-def _labels_per_row(labels: torch.Tensor) -> Sequence[int]:
+def _labels_per_row(labels: Tensor) -> Sequence[int]:
     """The number of predicted labels in each row of [B, T]."""
     counts = np.count_nonzero(in_numpy(labels)[:, 1:] != IGNORE_INDEX, axis=1)
     return counts.tolist()  # type: ignore[no-any-return]
 
 
-def has_labels(labels: torch.Tensor) -> torch.Tensor:
+def has_labels(labels: Tensor) -> Tensor:
     """Whether each row of [B, T] has a label that is predicted: a bool tensor [B]."""
     return (labels[:, 1:] != IGNORE_INDEX).any(dim=1)
 
@@ -249,10 +249,10 @@ class PairObjective(PreferenceObjective):
 
     def summed(
         self,
-        losses: torch.Tensor,
-        rewards: torch.Tensor,
+        losses: Tensor,
+        rewards: Tensor,
         micro_batch: Tensors,
-        **further: torch.Tensor,
+        **further: Tensor,
     ) -> LossSum:
         """Sum the *losses* [P] of the pairs, and what is logged of the *rewards* [2 P] of their rows.
 
@@ -273,13 +273,13 @@ class PairObjective(PreferenceObjective):
         return replace(result, metrics={**sums, **result.metrics})
 
 
-def is_pair(micro_batch: Tensors) -> torch.Tensor:
+def is_pair(micro_batch: Tensors) -> Tensor:
     """Whether both rows of each pair have labels: a bool tensor [P]."""
-    both: torch.Tensor = has_labels(micro_batch["labels"]).view(-1, 2).all(dim=1)
+    both: Tensor = has_labels(micro_batch["labels"]).view(-1, 2).all(dim=1)
     return both
 
 
-def label_counts(rows: Tensors) -> torch.Tensor:
+def label_counts(rows: Tensors) -> Tensor:
     """The number of predicted labels of each row [B]."""
     return (rows["labels"][:, 1:] != IGNORE_INDEX).sum(dim=1)
 

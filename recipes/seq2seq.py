@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from automodel_ckpt.config.callables.plugins import build
@@ -29,7 +30,7 @@ from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.unsupported import Unsupported
 
 
-def shifted(model: Any, labels: torch.Tensor) -> torch.Tensor:
+def shifted(model: Any, labels: Tensor) -> Tensor:
     """The inputs of the decoder [B, T] for *labels* [B, T], as *model* shifts them."""
     inner = model_without_adapters(model)
     shift = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
@@ -221,7 +222,7 @@ class Seq2Seq(LLMFinetune):
             padding = getattr(self.model_config, "pad_token_id", None) or 0
         return SourceTargetCollator(padding, self.config.dataloader.pad_to_multiple_of)
 
-    def labels_in_words(self, micro_batch: Mapping[str, torch.Tensor]) -> list[str]:
+    def labels_in_words(self, micro_batch: Mapping[str, Tensor]) -> list[str]:
         """The target of each sample of *micro_batch* as text, for ``--show-samples``."""
         texts = []
         for row in micro_batch["labels"].tolist():

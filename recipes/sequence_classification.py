@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from automodel_ckpt.config.callables.plugins import build
@@ -75,11 +75,11 @@ class SampleObjective(Objective):
         kept, wanted = logits.detach()[has_label], targets[has_label]
         return LossSum(loss, self.measured(kept, wanted))
 
-    def sample_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def sample_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the loss [B] of each sample from *logits* [B, L] and *targets* [B, numbers]."""
         raise NotImplementedError
 
-    def measured(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    def measured(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Compute what the measures are made of, summed over samples; more of it in evaluation passes."""
         raise NotImplementedError
 
@@ -89,11 +89,11 @@ class SingleLabel(SampleObjective):
 
     measures = ("accuracy", "f1")
 
-    def sample_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def sample_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the cross-entropy [B] of *logits* [B, L]. *targets* [B, 1] are indices of labels."""
         return F.cross_entropy(logits, targets[:, 0].long(), reduction="none")
 
-    def measured(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    def measured(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Count the correct predictions, and in evaluation passes the predictions of each label."""
         num_labels = logits.shape[1]
         predicted = F.one_hot(logits.argmax(dim=1), num_labels)
@@ -114,12 +114,12 @@ class MultiLabel(SampleObjective):
 
     measures = ("accuracy", "f1_micro", "f1_macro")
 
-    def sample_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def sample_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the loss [B] of *logits* [B, L]. *targets* [B, L] are 1 for the labels of a text."""
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
         return losses.mean(dim=1)
 
-    def measured(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    def measured(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Count the texts with all labels correct, and in evaluation passes the predictions of each label."""
         # A probability above one half.
         predicted = (logits > 0).long()
@@ -143,11 +143,11 @@ class Regression(SampleObjective):
 
     measures = ("mse", "pearson")
 
-    def sample_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def sample_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the mean squared error [B] of *logits* [B, L] and *targets* [B, L]."""
         return (logits - targets).square().mean(dim=1)
 
-    def measured(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    def measured(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Sum the squared errors, and in evaluation passes what a correlation needs."""
         squared_error = self.sample_losses(logits, targets).sum()
         if self.evaluation is None:
@@ -162,9 +162,7 @@ class Regression(SampleObjective):
         return {"mse": totals.mean("mse"), "pearson": pearson(totals.count, totals.sums)}
 
 
-def _counts(
-    objective: Objective, predicted: torch.Tensor, wanted: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _counts(objective: Objective, predicted: Tensor, wanted: Tensor) -> dict[str, Tensor]:
     """Count by label [L] in evaluation passes: where it is predicted, where it is in the data, and where it is both.
 
     *predicted* and *wanted* [B, L] are 1 where a text has the label. Empty in training.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -19,14 +20,12 @@ log = logging.getLogger("automodel_ckpt")
 class PinnedMemory:
     """Page-locked memory for tensors on their way to or from a device, or ordinary memory where locking fails."""
 
-    def __init__(
-        self, pin: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.pin_memory
-    ) -> None:
+    def __init__(self, pin: Callable[[Tensor], Tensor] = Tensor.pin_memory) -> None:
         """*pin* returns a copy of a tensor in page-locked memory, or raises RuntimeError."""
         self._pin = pin
         self._works = True
 
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pinned(self, tensor: Tensor) -> Tensor:
         """A copy of the CPU tensor *tensor* in page-locked memory; *tensor* itself if that fails.
 
         The first failure is logged, and the system is not asked again.
@@ -47,7 +46,7 @@ class PinnedMemory:
 _pinned_memory = PinnedMemory()
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """*tensor* on *device*. A copy to CUDA is queued, and the host continues."""
     if device.type == "cuda" and tensor.is_cpu and not tensor.is_pinned():
         # PyTorch's allocator reuses this memory only after the copy.
@@ -55,7 +54,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     """Queue a copy of *tensor* to the host. Wait for the device before its values are read."""
     if tensor.is_cpu:
         return tensor

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -76,12 +76,12 @@ class GradientAccumulation:
             if layout.world_size > 1:
                 self._statistics = RunningStatistics(self._model)
         self._overwrites_outputs = trainable.overwrites_outputs
-        self._copied: dict[int, torch.Tensor] = {}
+        self._copied: dict[int, Tensor] = {}
         self._is_checked = False
         self.metrics: dict[str, Number] = {}
         """This rank's sums of the objective's metrics over the newest global batch. All ranks have the same names."""
 
-    def accumulate(self, batch: GlobalBatch, weight: float) -> torch.Tensor:
+    def accumulate(self, batch: GlobalBatch, weight: float) -> Tensor:
         """Add the gradient of the summed loss times *weight*. Returns this rank's summed loss, 0-dim.
 
         Called on all ranks.
@@ -124,7 +124,7 @@ class GradientAccumulation:
     def _measuring(self, rows: Tensors) -> AbstractContextManager[None]:
         return nullcontext() if self._timer is None else self._timer.measuring(rows)
 
-    def _stage_output(self, rows: Tensors, hidden: torch.Tensor | None) -> torch.Tensor:
+    def _stage_output(self, rows: Tensors, hidden: Tensor | None) -> Tensor:
         with self._measuring(rows):
             return self._objective.stage_output(rows, hidden)
 
@@ -157,7 +157,7 @@ class GradientAccumulation:
                 self.metrics[name] = self.metrics.get(name, 0.0) + self._number(value)
 
     def _number(self, value: Number) -> Number:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return float(value)
         value = value.detach()
         # The precision of a Python number.
@@ -185,7 +185,7 @@ class GradientAccumulation:
         with selected_activations():
             torch.autograd.backward(losses, scales)
 
-    def _metric(self, result: LossSum, name: str, otherwise: str) -> torch.Tensor:
+    def _metric(self, result: LossSum, name: str, otherwise: str) -> Tensor:
         """The metric of a micro-batch that has a gradient. Raises :class:`RecipeError` if the objective left it out.
 
         *otherwise* is a hint how to train without it.
@@ -214,7 +214,7 @@ class GradientAccumulation:
         router_loss.count(counted)
 
 
-def sum_losses(losses: list[torch.Tensor]) -> torch.Tensor:
+def sum_losses(losses: list[Tensor]) -> Tensor:
     """Add up the losses of micro-batches in float64. A single loss keeps its dtype. 0-dim."""
     if len(losses) == 1:
         return losses[0]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -85,7 +86,7 @@ def describe(
     values: list[str] = []
     meshes = _Meshes()
     for fqn, value in state.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             values.append(fqn)
         elif not isinstance(value, DTensor):
             tensors[fqn] = Described(DTYPE_CODES[value.dtype], tuple(value.shape), None, ())
@@ -94,7 +95,7 @@ def describe(
     return TreeDescription(tensors, tuple(values), paths, kinds, meshes.origins)
 
 
-def unstorable_placement(tensor: torch.Tensor) -> str:
+def unstorable_placement(tensor: Tensor) -> str:
     """The placement of a DTensor that is neither sharded nor replicated (partial sums); empty if there is none."""
     for placement in tensor.placements if isinstance(tensor, DTensor) else ():
         if not isinstance(placement, Shard | _StridedShard | Replicate):
@@ -178,13 +179,13 @@ def _split_of(placements: Iterable[Placement]) -> Split:
     return tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(split.items()))
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
     # Not to_local(), which makes a node for autograd: that takes longer than writing a small tensor.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def local_box(value: torch.Tensor) -> Box | None:
+def local_box(value: Tensor) -> Box | None:
     """The box of a tensor that this rank has; None for a DTensor on a mesh without this rank."""
     if not isinstance(value, DTensor):
         return Box((0,) * value.dim(), tuple(value.shape))

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from automodel_ckpt.checkpoint.files.threads import CallingThread, cores_of_rank, started_pool
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import page_locked
@@ -41,10 +42,10 @@ class Block(Protocol):
     def reads_elsewhere(self) -> bool:
         """Whether another thread may call :meth:`read`."""
 
-    def read(self, staging: torch.Tensor) -> None:
+    def read(self, staging: Tensor) -> None:
         """Read the bytes and fill the tensors on the CPU. *staging*, a uint8 vector, gets what is not read in place."""
 
-    def put(self, staging: torch.Tensor) -> Iterable[torch.device]:
+    def put(self, staging: Tensor) -> Iterable[torch.device]:
         """Copy what *staging* has for tensors on other devices; returns the GPUs that may not have finished that."""
 
 
@@ -71,7 +72,7 @@ def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:
     events: list[list[torch.cuda.Event]] = [[] for _ in range(num_slots)]
     calling_thread = CallingThread()
     pool = (started_pool(threads, "read") if threads > 1 else None) or calling_thread
-    waiting: deque[tuple[Block, torch.Tensor, int, Future[None]]] = deque()
+    waiting: deque[tuple[Block, Tensor, int, Future[None]]] = deque()
 
     def finish_first() -> None:
         block, memory, slot, reading = waiting.popleft()
@@ -108,13 +109,13 @@ def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:
             await_copies(slot)
 
 
-def _read(block: Block, memory: torch.Tensor, is_inference: bool) -> None:
+def _read(block: Block, memory: Tensor, is_inference: bool) -> None:
     # Each thread has this mode separately, and only in it can tensors be changed that were created in it.
     with torch.inference_mode(is_inference):
         block.read(memory)
 
 
-def convert(values: torch.Tensor, target: torch.Tensor) -> None:
+def convert(values: Tensor, target: Tensor) -> None:
     """Copy *values* into *target* of another type or layout, both on the CPU, without the threads of torch.
 
     Between two copies, these would wait in loops, on the cores that other threads read with.
@@ -129,7 +130,7 @@ def convert(values: torch.Tensor, target: torch.Tensor) -> None:
         target[index].copy_(values[index])
 
 
-def send(values: torch.Tensor, target: torch.Tensor) -> Sequence[torch.device]:
+def send(values: Tensor, target: Tensor) -> Sequence[torch.device]:
     """Copy *values*, in memory of the host, into *target* on a device; returns the GPU that may not have finished."""
     if not target.is_cuda:
         target.copy_(values)

@@ -15,7 +15,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,20 +93,6 @@ class ReusableFiles:
                 if (other.st_dev, other.st_ino) == (status.st_dev, status.st_ino):
                     return None
         return record
-
-    def shared_bytes(self, unchanged: Mapping[str, Collection[str]]) -> int:
-        """The bytes of the files that a save shares if the tensors *unchanged*, by tree, are as they were.
-
-        Raises :class:`CheckpointUnusable` where a table of the previous checkpoint is damaged.
-        """
-        files: dict[str, bool] = {}
-        for name, tree in self._manifest.trees.items():
-            names = unchanged.get(name, ())
-            for tensor in tree.stored:
-                for stored in tensor.slices:
-                    files[stored.file] = files.get(stored.file, True) and tensor.fqn in names
-        records = [self.record(file) for file, is_unchanged in files.items() if is_unchanged]
-        return sum(record.size for record in records if record is not None)
 
     def link(self, file: str, record: FileRecord, staging: Path) -> bool:
         """Link *file* of the previous checkpoint, which has this *record*, below *staging*. False if that fails."""

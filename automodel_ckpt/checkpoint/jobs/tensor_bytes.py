@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from automodel_ckpt.checkpoint.files.direct import begins_at_a_sector
 
@@ -20,7 +21,7 @@ BLOCK_BYTES = 32 << 20
 _OFFSET = 64
 """Bytes from a sector's start to memory that is not aligned for O_DIRECT."""
 
-Allocate = Callable[[int], torch.Tensor]
+Allocate = Callable[[int], Tensor]
 """Takes a number of bytes, and returns a uint8 tensor of this size in host memory."""
 
 
@@ -28,7 +29,7 @@ Allocate = Callable[[int], torch.Tensor]
 class _Copy:
     """A copy that may be in progress: *target* on the host, complete after *event*; None: complete now."""
 
-    target: torch.Tensor
+    target: Tensor
     event: torch.cuda.Event | None
 
     def wait(self) -> memoryview:
@@ -38,13 +39,13 @@ class _Copy:
         return view
 
 
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
+def raw_bytes(tensor: Tensor) -> memoryview:
     """The row-major bytes of a tensor: its memory where it is contiguous and on the CPU, else a copy."""
     # A view of live memory if possible: the caller reads it before training changes the tensor.
     return flat_bytes(tensor.to("cpu")).numpy().data
 
 
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def flat_bytes(tensor: Tensor) -> Tensor:
     """The row-major bytes of a tensor on its device: of shape (bytes,), a view where it is contiguous, else a copy."""
     contiguous = tensor.detach().contiguous()
     # A lazy conjugation or negation is not in the bytes yet.
@@ -53,7 +54,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return contiguous.reshape(-1).view(torch.uint8)
 
 
-def page_locked(nbytes: int) -> torch.Tensor:
+def page_locked(nbytes: int) -> Tensor:
     """Return *nbytes* of page-locked memory, or of ordinary memory where the system does not allow it."""
     try:
         # torch keeps freed page-locked memory for the next save.
@@ -64,7 +65,7 @@ def page_locked(nbytes: int) -> torch.Tensor:
 
 
 def blocks_of(
-    flat: torch.Tensor, *, block_bytes: int = BLOCK_BYTES, allocate: Allocate = page_locked
+    flat: Tensor, *, block_bytes: int = BLOCK_BYTES, allocate: Allocate = page_locked
 ) -> Iterator[memoryview]:
     """Yield the bytes of *flat*, a uint8 vector on any device, in blocks. A block is valid until the next one.
 
@@ -86,7 +87,7 @@ def blocks_of(
         yield earlier.wait()
 
 
-def _unaligned(memory: torch.Tensor) -> torch.Tensor:
+def _unaligned(memory: Tensor) -> Tensor:
     """Return a view of *memory*, at most _OFFSET bytes shorter, that is not aligned for O_DIRECT.
 
     An aligned block would be written later, directly from the buffer, which has other data by then.
@@ -95,7 +96,7 @@ def _unaligned(memory: torch.Tensor) -> torch.Tensor:
     return memory[_OFFSET:] if begins_at_a_sector(view) else memory[: len(memory) - _OFFSET]
 
 
-def _begin(target: torch.Tensor, source: torch.Tensor) -> _Copy:
+def _begin(target: Tensor, source: Tensor) -> _Copy:
     target.copy_(source, non_blocking=True)
     if not source.is_cuda:
         return _Copy(target, None)

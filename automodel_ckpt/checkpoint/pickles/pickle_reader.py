@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch import _utils as rebuilders
 from torch.storage import TypedStorage, UntypedStorage, _get_dtype_from_pickle_storage_type
 
@@ -177,10 +178,10 @@ def _instance(value: Any, kind: type) -> Any:
     return value
 
 
-def _bounded(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _bounded(rebuild: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A tensor of not much more than its storage."""
 
-    def rebuilt(storage: Any, *rest: Any) -> torch.Tensor:
+    def rebuilt(storage: Any, *rest: Any) -> Tensor:
         tensor = rebuild(storage, *rest)
         if tensor.numel() * tensor.itemsize > max(_FREE_BYTES, storage._untyped_storage.nbytes()):
             raise Fault(f"a tensor of shape {list(tensor.shape)} is stored in too few bytes")
@@ -191,18 +192,16 @@ def _bounded(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 def _with_attributes(function: Any, kind: type, arguments: Any, state: Any) -> Any:
     """A tensor with additional attributes (torch.save writes them since 1.9)."""
-    if not _is_callable(function) or kind is not torch.Tensor or type(state) is not dict:
+    if not _is_callable(function) or kind is not Tensor or type(state) is not dict:
         raise Fault("it builds a tensor in an unknown way")
-    tensor = _instance(function(*arguments), torch.Tensor)
+    tensor = _instance(function(*arguments), Tensor)
     if NUMPY_MARK in state:
         return tensor.numpy() if state[NUMPY_MARK] == "array" else tensor.numpy()[()]
     tensor.__dict__.update(state)
     return tensor
 
 
-def _parameter(
-    data: torch.Tensor, requires_grad: bool, hooks: Any, state: Any = None
-) -> torch.Tensor:
+def _parameter(data: Tensor, requires_grad: bool, hooks: Any, state: Any = None) -> Tensor:
     """A parameter, with or without additional attributes."""
     parameter = rebuilders._rebuild_parameter(
         data, requires_grad, _instance(hooks, collections.OrderedDict)
@@ -216,7 +215,7 @@ _FUNCTIONS: dict[str, Any] = {
     "collections.Counter": _counter,
     "_codecs.encode": _encode,
     "torch.Size": torch.Size,
-    "torch.Tensor": torch.Tensor,
+    "torch.Tensor": Tensor,
     "torch.device": torch.device,
     "torch.storage.UntypedStorage": UntypedStorage,
     "torch.serialization._get_layout": torch.serialization._get_layout,

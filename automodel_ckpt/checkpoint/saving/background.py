@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.jobs.reuse import Previous
@@ -82,7 +83,7 @@ class Background:
         """
         self._staged_bytes = max(layout.end for layout in layouts)
         self._memory.reserve(self._staged_bytes)
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         for layout in layouts:
             pairs += self._memory.fill(layout)
         if self._stream is None:
@@ -92,7 +93,7 @@ class Background:
         return [layout.packed() for layout in layouts]
 
     def _copy_from_device(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], copy_now: Collection[int]
+        self, pairs: Sequence[tuple[Tensor, Tensor]], copy_now: Collection[int]
     ) -> None:
         """Copy on a separate CUDA stream, concurrently with the next forward and backward pass.
 
@@ -303,7 +304,7 @@ class Cancelled(Exception):
     """The save was abandoned, or its export was disabled."""
 
 
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     if not pairs:
         return
     targets = [target for target, _ in pairs]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.parts.discovery import Item
@@ -68,7 +68,7 @@ def forecast_bytes(
             # Where it is known, this rank has a stage of the module.
             state = module_state(item.value)[0] if complete is None else complete.tensors
             for tensor in state.values():
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, Tensor):
                     # Of the whole tensor, not only of this rank's shard.
                     total += tensor.numel() * tensor.element_size() + _MODULE_ENTRY
             total += world_size * _PADDING_BYTES
@@ -97,7 +97,7 @@ def _optimizer_bytes(item: Item) -> int:
     return int(total * of_all / max(here, 1))
 
 
-def _state_entries(item: Item, group: dict[str, Any], parameter: torch.Tensor) -> Iterator[int]:
+def _state_entries(item: Item, group: dict[str, Any], parameter: Tensor) -> Iterator[int]:
     """Yield the bytes of each state entry that is a tensor.
 
     Raises :class:`RecipeError` for state that a checkpoint cannot store.
@@ -111,7 +111,7 @@ def _state_entries(item: Item, group: dict[str, Any], parameter: torch.Tensor) -
         state = _state_after_a_step(optimizer, group, parameter)
     check_flat(item.name, {"state": {"*": state}, "param_groups": ()})
     for value in state.values():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             yield value.numel() * value.element_size()
 
 
@@ -124,7 +124,7 @@ def _optimizer_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
 
 
 def _state_after_a_step(
-    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
+    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
 ) -> dict[str, Any]:
     """The state of *parameter* after one step with the optimizer's class and the options of *group*."""
     # LR schedulers add keys to the groups (initial_lr) that the constructor rejects.

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files.threads import cores_of_rank, started_pool
@@ -72,7 +73,7 @@ class HostMemory:
         self._locks_pages = self._is_locked = self._locks_pages and lock_pages(self.tensor)
 
     @torch.no_grad()
-    def fill(self, layout: MemoryLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def fill(self, layout: MemoryLayout) -> list[tuple[Tensor, Tensor]]:
         """Write the constants of *layout*; return (target, source) of each tensor to be copied."""
         for start, data in layout.constants:
             self._view[start : start + len(data)] = data
@@ -86,7 +87,7 @@ class HostMemory:
         pairs = zip(layout.targets, sources, strict=True)
         return [(target, source) for target, source in pairs if source.nbytes]
 
-    def _tensor_at(self, start: int, source: torch.Tensor) -> torch.Tensor:
+    def _tensor_at(self, start: int, source: Tensor) -> Tensor:
         """The memory from byte *start* as a tensor with the shape and dtype of *source*."""
         if source.numel() == 0:
             # torch.frombuffer rejects a count of 0 (torch 2.13).
@@ -105,7 +106,7 @@ class HostMemory:
         os.close(self.descriptor)
 
 
-def lock_pages(tensor: torch.Tensor) -> bool:
+def lock_pages(tensor: Tensor) -> bool:
     """Register the memory of a CPU tensor with CUDA, so that copies from the device are asynchronous and fast.
 
     A process may lock only so many bytes (``ulimit -l``), and containers and sandboxes such as gVisor may lock none.
@@ -132,7 +133,7 @@ def lock_pages(tensor: torch.Tensor) -> bool:
     return False
 
 
-def unlock_pages(tensor: torch.Tensor) -> None:
+def unlock_pages(tensor: Tensor) -> None:
     """Unlock what :func:`lock_pages` has locked. Raises RuntimeError if CUDA cannot."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if status := int(cudart.cudaHostUnregister(tensor.data_ptr())):
@@ -204,8 +205,8 @@ class MemoryLayout:
     tensors: list[tuple[int, Fetch]] = field(default_factory=list)
     constants: list[tuple[int, bytes | memoryview]] = field(default_factory=list)
     values: dict[tuple[str, str], Span] = field(default_factory=dict)
-    targets: list[torch.Tensor] = field(default_factory=list)
-    memory: torch.Tensor | None = None
+    targets: list[Tensor] = field(default_factory=list)
+    memory: Tensor | None = None
     pickled: bytes = b""
 
     def packed(self) -> bytes:

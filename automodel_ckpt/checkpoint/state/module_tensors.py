@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +37,7 @@ class CompleteTensors:
     rank compares names, shapes and dtypes without communication.
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     tied: Mapping[str, str]
     frozen: frozenset[str] = frozenset()
 
@@ -61,7 +61,7 @@ class StoredLayout:
 
 
 _UNCHANGED = StoredLayout()
-_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 # The names under which torch.compile, activation checkpointing and FSDP 1 register the module that they wrap. The FQNs
 # of PyTorch do not contain them.
@@ -114,9 +114,7 @@ def record_complete_tensors(module: nn.Module) -> None:
     """Record all tensors of a *module* in its layout, before it is divided among the ranks."""
     state, tied = module_state(module)
     tensors = {
-        name: without_memory(value)
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
+        name: without_memory(value) for name, value in state.items() if isinstance(value, Tensor)
     }
     complete = CompleteTensors(tensors, tied, frozen_names(module))
     set_stored_layout(module, replace(stored_layout(module), complete=complete))
@@ -165,7 +163,7 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
     return frozenset(here) if complete is None else complete.frozen.union(here)
 
 
-def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+def without_memory(tensor: Tensor) -> Tensor:
     """A tensor of the same shape and dtype on the meta device."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
@@ -224,7 +222,7 @@ def stored_values(
     return values
 
 
-def _rows_here(fqn: str, value: torch.Tensor, parts: Mapping[str, RowPart]) -> Iterator[str]:
+def _rows_here(fqn: str, value: Tensor, parts: Mapping[str, RowPart]) -> Iterator[str]:
     """The names of the *parts* (rows) of a tensor that are in this rank's shard.
 
     Raises :class:`RecipeError` where the tensor is sharded in another dimension.
@@ -241,7 +239,7 @@ def _rows_here(fqn: str, value: torch.Tensor, parts: Mapping[str, RowPart]) -> I
     return (name for name, (row, _) in parts.items() if 0 <= row - first < len(local))
 
 
-def _local_rows(value: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _local_rows(value: Tensor) -> tuple[Tensor, int]:
     """This rank's rows of a tensor, and the number of the first."""
     box = local_box(value)
     return local_tensor(value).detach(), box.offsets[0] if box is not None else 0
@@ -308,7 +306,7 @@ def _tied_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     return tied
 
 
-def _elements_of(tensor: torch.Tensor) -> Any:
+def _elements_of(tensor: Tensor) -> Any:
     """A value that is equal for tensors with the same elements of the same memory.
 
     It is the identity of a tensor that has no memory that it can share.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
@@ -20,7 +20,7 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger("automodel_ckpt")
 
-Groups = list[dict[str, torch.Tensor]]
+Groups = list[dict[str, Tensor]]
 """For each of an optimizer's parameter groups, {FQN: a tensor without memory} of what it trains."""
 
 
@@ -89,9 +89,9 @@ class Owners:
             for group in item.value.param_groups
         ]
 
-    def parameters(self, item: Item, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def parameters(self, item: Item, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """The parameters of this rank's optimizer by FQN; *state* is the result of :meth:`optimizer_state`."""
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Tensor] = {}
         groups = item.value.param_groups
         for fqns, group in zip(self._names_here(item, state), groups, strict=True):
             found.update(zip(fqns, group["params"], strict=True))

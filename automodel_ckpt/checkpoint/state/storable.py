@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import xxhash
+from torch import Tensor
 
 from automodel_ckpt.checkpoint.formats.description import (
     DTYPE_CODES,
@@ -40,7 +41,7 @@ _SCALARS = frozenset(
         torch.layout,
     }
 )
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 _SEQUENCES = frozenset({list, tuple, set})
 # Levels of containers in containers. The reader accepts no more: it hashes tuples that are keys level by level.
@@ -76,7 +77,7 @@ def check_safe_values(name: str, tree: Mapping[str, Any]) -> None:
     Raises :class:`RecipeError` naming attribute and key of every value that cannot be read back safely.
     """
     for key, value in tree.items():
-        if type(value) not in _SCALARS and not isinstance(value, torch.Tensor):
+        if type(value) not in _SCALARS and not isinstance(value, Tensor):
             check_safe(name, {key: value})
 
 
@@ -84,7 +85,7 @@ def check_storable(name: str, tree: Mapping[str, Any]) -> None:
     """Raise :class:`RecipeError` naming the tensors of a flat *tree* that cannot be stored in a checkpoint."""
     problems: list[Problem] = []
     for key, value in tree.items():
-        found = _unstorable(value) if isinstance(value, torch.Tensor) else ""
+        found = _unstorable(value) if isinstance(value, Tensor) else ""
         if not found:
             continue
         problems.append(
@@ -99,7 +100,7 @@ def check_storable(name: str, tree: Mapping[str, Any]) -> None:
         raise RecipeError.all_of(problems)
 
 
-def _unstorable(tensor: torch.Tensor) -> str:
+def _unstorable(tensor: Tensor) -> str:
     """The reason why a tensor cannot be stored; empty where it can."""
     if placement := unstorable_placement(tensor):
         return f"the placement {placement}: no rank has its values (redistribute it to Replicate() or Shard())"
@@ -111,7 +112,7 @@ def _unstorable(tensor: torch.Tensor) -> str:
     return _overlap_of(local)
 
 
-def _form_of(tensor: torch.Tensor) -> str:
+def _form_of(tensor: Tensor) -> str:
     """The reason why no file can store tensors of this form; empty for ordinary ones."""
     if tensor.device.type == "meta":
         return "it is without values (on the device meta)"
@@ -121,7 +122,7 @@ def _form_of(tensor: torch.Tensor) -> str:
     return ""
 
 
-def _overlap_of(tensor: torch.Tensor) -> str:
+def _overlap_of(tensor: Tensor) -> str:
     """The reason where elements of a tensor share memory, so that nothing can be read into it; else empty."""
     if tensor.nbytes <= tensor.untyped_storage().nbytes():
         return ""
@@ -197,7 +198,7 @@ class _Walk:
         for reason in reasons:
             self.unsafe.append((f"{key}, the key {name!r}", reason))
 
-    def _tensor(self, key: str, value: torch.Tensor, depth: int) -> None:
+    def _tensor(self, key: str, value: Tensor, depth: int) -> None:
         found = self._unsaved(value)
         if found:
             self.unsafe.append((key, f"{_name(type(value))}: {found}"))
@@ -207,7 +208,7 @@ class _Walk:
         for name, attribute in vars(value).items():
             self.visit(f"{key}.{name}", attribute, depth + 1)
 
-    def _unsaved(self, value: torch.Tensor) -> str:
+    def _unsaved(self, value: Tensor) -> str:
         """The reason why a tensor in small state cannot be saved; empty where it can."""
         if found := _form_of(value):
             return found

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
@@ -81,7 +81,7 @@ def _is_autocast(rank: RankParts) -> bool:
     return rank.dtype is not None and not rank.is_sharded
 
 
-def image_bytes(rank: RankParts, images: Mapping[str, torch.Tensor]) -> int | None:
+def image_bytes(rank: RankParts, images: Mapping[str, Tensor]) -> int | None:
     """Bytes that remain after a multimodal model has computed the features of *images*. Returns None when unknown.
 
     *images* are arguments of ``get_image_features``. Only their shapes and dtypes are used.
@@ -94,7 +94,7 @@ def image_bytes(rank: RankParts, images: Mapping[str, torch.Tensor]) -> int | No
         features = _ImageFeatures(getattr(inner, "base_model", inner))
         with FakeTensorMode():
             own = fake_parameters(features, cast_to, {}, {})
-            inputs: dict[str, torch.Tensor] = {}
+            inputs: dict[str, Tensor] = {}
             for name, tensor in images.items():
                 kind = (cast_to if tensor.is_floating_point() else None) or tensor.dtype
                 inputs[name] = torch.empty(tensor.shape, dtype=kind)
@@ -117,7 +117,7 @@ class _ImageFeatures(nn.Module):
         super().__init__()
         self.backbone = backbone
 
-    def forward(self, **images: torch.Tensor) -> Any:
+    def forward(self, **images: Tensor) -> Any:
         return self.backbone.get_image_features(**images)  # type: ignore[operator]
 
 
@@ -189,9 +189,9 @@ class _WithDepths(nn.Module):
         super().__init__()
         self.backbone, self.layers = backbone, layers
 
-    def forward(self, input_ids: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    def forward(self, input_ids: Tensor, **options: Any) -> list[Tensor]:
         backbone: Any = self.backbone
         hidden = backbone(input_ids=input_ids, **options).last_hidden_state
         embeddings = backbone.get_input_embeddings()(input_ids)
-        found: list[torch.Tensor] = self.layers(hidden, embeddings, {})
+        found: list[Tensor] = self.layers(hidden, embeddings, {})
         return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from automodel_ckpt.config.callables.plugins import build
@@ -23,7 +23,7 @@ from automodel_ckpt.training.model.sections import is_fully_sharded, num_micro_b
 
 log = logging.getLogger("automodel_ckpt")
 
-Parameters = Iterable[torch.Tensor]
+Parameters = Iterable[Tensor]
 
 
 def nbytes(tensors: Parameters) -> int:
@@ -62,7 +62,7 @@ class RankParts:
             for module in experts_of(recipe.model).values():
                 self._experts.update(id(parameter) for parameter in module.parameters())
 
-    def shape(self, parameter: torch.Tensor) -> torch.Size:
+    def shape(self, parameter: Tensor) -> torch.Size:
         """The shape of *parameter* that a rank computes with."""
         return self.shapes.get(id(parameter), parameter.shape)
 
@@ -154,7 +154,7 @@ class MicroBatchShape:
     rows: int
     tokens_per_row: int
     targets_per_row: int | None = None
-    images: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    images: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def micro_batch_shape(recipe: Any) -> MicroBatchShape | None:
@@ -185,7 +185,7 @@ def micro_batch_shape(recipe: Any) -> MicroBatchShape | None:
     return MicroBatchShape(rows, int(longest), targets, images)
 
 
-def _first_micro_batch(recipe: Any) -> Mapping[str, torch.Tensor] | None:
+def _first_micro_batch(recipe: Any) -> Mapping[str, Tensor] | None:
     """The first samples of the training data, collated.
 
     Returns None for streams, and for samples that cannot be collated here.
@@ -194,7 +194,7 @@ def _first_micro_batch(recipe: Any) -> Mapping[str, torch.Tensor] | None:
     try:
         size = recipe.config.step_scheduler.local_batch_size
         samples = [loader.dataset[number] for number in range(size)]
-        batch: Mapping[str, torch.Tensor] = loader.collate_fn(samples)
+        batch: Mapping[str, Tensor] = loader.collate_fn(samples)
         log.debug("the first micro-batch has rows %s", list(batch["input_ids"].shape))
     except Exception as error:
         log.debug("the first samples make no micro-batch: %r", error)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Tensor]
 _NAME = "automodel_ckpt_trace"
 
 
@@ -78,11 +78,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, Tensor):
                 self._note(leaf.untyped_storage())
         return output
 
-    def exclude(self, tensor: torch.Tensor) -> None:
+    def exclude(self, tensor: Tensor) -> None:
         """Do not count the storage of *tensor*, also if an operation returns a view of it."""
         self._known.add(tensor.untyped_storage()._cdata)
 
@@ -103,17 +103,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    position_bias: torch.Tensor | None = None,
+    position_bias: Tensor | None = None,
     *,
     is_on_gpu: bool = False,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of transformers' signature that keeps no attention weights, as flash attention on any device.
 
     With a bias of each pair of positions (T5), the weights are kept, unless a GPU has memory-efficient attention for
@@ -220,7 +220,7 @@ def traced_step(
                 forward = live.peak
                 # Of a model without its output layer: one tensor, or a list of several.
                 if not isinstance(output, list):
-                    output = [output if isinstance(output, torch.Tensor) else output[0]]
+                    output = [output if isinstance(output, Tensor) else output[0]]
                 after_forward, course = _backward(live, own, output)
     finally:
         torch_log.disabled = was_disabled
@@ -233,7 +233,7 @@ def autocast_to(dtype: torch.dtype | None, enabled: bool) -> AbstractContextMana
 
 
 def _backward(
-    live: LiveBytes, own: Tensors, hidden: Sequence[torch.Tensor]
+    live: LiveBytes, own: Tensors, hidden: Sequence[Tensor]
 ) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Run the backward pass from *hidden*, and free the gradient of each of the parameters *own* when it is complete.
 
@@ -242,7 +242,7 @@ def _backward(
     course: list[tuple[int, int]] = []
     num_bytes = 0
 
-    def take(parameter: torch.Tensor) -> None:
+    def take(parameter: Tensor) -> None:
         nonlocal num_bytes
         course.append((num_bytes, live.peak))
         live.peak = live.current
@@ -266,12 +266,12 @@ def fake_parameters(
     dtype: torch.dtype | None,
     shapes: Mapping[int, torch.Size],
     dtypes: Mapping[int, torch.dtype],
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Tensors in place of the parameters and buffers of *model*, parameters in *dtype*.
 
     *shapes* and *dtypes* describe single parameters and buffers, by id.
     """
-    own: dict[str, torch.Tensor] = {}
+    own: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         kind = parameter.dtype
         if kind.is_floating_point:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.loss.contrastive import Candidates, Texts, hidden_rows
@@ -20,15 +21,15 @@ class Parts:
     """Something of each text of this rank: of the *queries* [B, ...], their *documents* [B, ...] and the further
     *negatives* [K, ...]."""
 
-    queries: torch.Tensor
-    documents: torch.Tensor
-    negatives: torch.Tensor
+    queries: Tensor
+    documents: Tensor
+    negatives: Tensor
 
     @property
     def num_pairs(self) -> int:
         return len(self.queries)
 
-    def padded(self, num_pairs: int, num_negatives: int) -> torch.Tensor:
+    def padded(self, num_pairs: int, num_negatives: int) -> Tensor:
         """One tensor [2 x num_pairs + num_negatives, ...], in which zeros pad each part."""
         sizes = (num_pairs, num_pairs, num_negatives)
         parts = (self.queries, self.documents, self.negatives)
@@ -59,7 +60,7 @@ def num_pairs_of(micro_batch: Tensors) -> int:
     return 0 if is_filler else len(micro_batch["num_negatives"])
 
 
-def parts_of(values: torch.Tensor, micro_batch: Tensors) -> Parts:
+def parts_of(values: Tensor, micro_batch: Tensors) -> Parts:
     """Divide *values* [texts, ...] of a micro-batch, or without rows if it only keeps this rank in step."""
     num_pairs = num_pairs_of(micro_batch)
     if num_pairs == 0:
@@ -96,10 +97,10 @@ class Embedded:
     """The *texts* of all ranks, and the embeddings of their *queries* [Q, H] and *documents* [D, H]."""
 
     texts: Texts
-    queries: torch.Tensor
-    documents: torch.Tensor
+    queries: Tensor
+    documents: Tensor
 
-    def candidates(self, own: torch.Tensor, *, hides_equal: bool) -> Candidates:
+    def candidates(self, own: Tensor, *, hides_equal: bool) -> Candidates:
         """The candidates for the pairs *own* [B]. With *hides_equal*, equal texts are not negatives."""
         hides_documents, hides_queries = hidden_rows(self.texts, own, hides_equal=hides_equal)
         device = self.queries.device
@@ -120,7 +121,7 @@ class PairsOverRanks:
         self._layout = layout
         self._group = data_group(layout)
 
-    def gather(self, digests: Parts, embeddings: Parts) -> tuple[Embedded, torch.Tensor]:
+    def gather(self, digests: Parts, embeddings: Parts) -> tuple[Embedded, Tensor]:
         """Gather the *digests*, on the host, and the *embeddings* [n, H], with gradients, of all ranks' texts.
 
         Also returns the numbers of the pairs that are this rank's. A collective.
@@ -138,7 +139,7 @@ class PairsOverRanks:
         values = gather_parts(embeddings.padded(num_pairs, num_negatives), self._group)
         return Embedded(texts, *_divided(values, num_pairs)), own
 
-    def _on_host(self, values: torch.Tensor) -> torch.Tensor:
+    def _on_host(self, values: Tensor) -> Tensor:
         """Stack *values* of equal shape of the ranks with other parts of the data: [ranks, ...]. A collective."""
         if self._group is None:
             return values.unsqueeze(0)
@@ -149,7 +150,7 @@ class PairsOverRanks:
         return torch.stack(parts[:: sizes.tp * sizes.cp])
 
 
-def _divided(gathered: torch.Tensor, num_pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _divided(gathered: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
     """The queries [Q, ...] and the documents [D, ...] in padded parts [ranks, n, ...]: document i < Q is of query i."""
     num_negatives = gathered.shape[1] - 2 * num_pairs
     parts = torch.split(gathered, [num_pairs, num_pairs, num_negatives], dim=1)

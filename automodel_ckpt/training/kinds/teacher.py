@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedConfig
 
@@ -43,7 +44,7 @@ from automodel_ckpt.training.model.trainable import Trainable
 
 log = logging.getLogger("automodel_ckpt")
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Tensor]
 Order = np.ndarray[Any, Any]
 """Numbers of labels, int64 [N]."""
 KEY = "distill.teacher"
@@ -249,7 +250,7 @@ def _digest_of(directory: Path) -> str:
 
 def with_numbered_labels(
     micro_batch: Tensors,
-) -> tuple[dict[str, torch.Tensor], np.ndarray[Any, Any]]:
+) -> tuple[dict[str, Tensor], np.ndarray[Any, Any]]:
     """Replace the labels of *micro_batch* by their numbers 0 to N - 1, sample by sample. Returns them beside it.
 
     Models lay out samples in rows differently: the numbers show which label a position of a row has. The first token of
@@ -274,7 +275,7 @@ class Teacher:
         self.trainable = trainable
         self.num_columns = num_columns
         self._layout = layout
-        self._host: dict[str, torch.Tensor] = {}
+        self._host: dict[str, Tensor] = {}
         if offload:
             self._host = {
                 name: parameter.data.cpu() for name, parameter in trainable.model.named_parameters()
@@ -332,6 +333,6 @@ class Teacher:
             lambda start, end: head.logits_of(hidden[start:end]), self.num_columns, captured.part
         )
 
-    def _use(self, values: Mapping[str, torch.Tensor]) -> None:
+    def _use(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self.trainable.model.named_parameters():
             parameter.data = values[name]

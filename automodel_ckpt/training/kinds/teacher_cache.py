@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.base.user_cache import cache_directory
@@ -46,7 +47,7 @@ log = logging.getLogger("automodel_ckpt")
 _HINT = "set distill.cache_dir to a directory with enough free space that all nodes can write"
 
 
-Top = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Top = tuple[Tensor, Tensor, Tensor]
 """What :func:`top_of` returns, on the CPU."""
 
 
@@ -173,7 +174,7 @@ class TeacherCaches:
                 entry = {"number": layout.dp_rank, **writer.close()}
         return entry
 
-    def _top_of(self, micro_batch: dict[str, torch.Tensor], teacher: Teacher) -> Top:
+    def _top_of(self, micro_batch: dict[str, Tensor], teacher: Teacher) -> Top:
         """The most probable tokens at the labels of *micro_batch*, on the CPU: see :func:`top_of`."""
         top_k, temperature, _ = self._settings
         numbered, labels = with_numbered_labels(micro_batch)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -59,13 +59,13 @@ class WeightAverage:
         self._model = model
         self._settings = settings
         self.module = nn.Module()
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
         inner = unwrap(model)
         state = get_model_state_dict(model)
         stored, tied = stored_names(model, state)
         is_adapter = adapter_keys(inner, state) is not None
         trained: list[str] = []
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         tensors.update(inner.named_parameters(remove_duplicate=False))
         tensors.update(inner.named_buffers(remove_duplicate=False))
         names_in_files: dict[str, list[str]] = {}
@@ -98,7 +98,7 @@ class WeightAverage:
         if resumed is not None:
             log.info("ema: the average begins with the weights of %s", resumed.path.name)
 
-    def _add(self, name: str, weight: torch.Tensor) -> None:
+    def _add(self, name: str, weight: Tensor) -> None:
         average = torch.empty_like(weight, dtype=_master_type(weight.dtype), requires_grad=False)
         # A parameter that requires gradients, as the weight: checkpoints can share files of those that do not.
         _put(self.module, name, nn.Parameter(average))
@@ -120,7 +120,7 @@ class WeightAverage:
         if not is_copied and step % self._settings.update_every_steps:
             return
         share = 1.0 if is_copied else 1.0 - self._settings.decay
-        if isinstance(grad_norm, torch.Tensor):
+        if isinstance(grad_norm, Tensor):
             self._move(share * torch.isfinite(grad_norm).float())
         elif math.isfinite(grad_norm):
             if is_copied:
@@ -129,10 +129,10 @@ class WeightAverage:
                 self._move(share)
 
     @torch.no_grad()
-    def _move(self, share: float | torch.Tensor) -> None:
+    def _move(self, share: float | Tensor) -> None:
         """Move each average towards its weight, by *share* of the difference."""
         for average, weight in self._pairs:
-            if isinstance(share, torch.Tensor):
+            if isinstance(share, Tensor):
                 share = share.to(average.dtype)
             # One by one: converted weights take as much memory as the averages.
             average.lerp_(weight.to(average.dtype), share)
@@ -152,9 +152,9 @@ class WeightAverage:
             self._restore(kept)
 
     @torch.no_grad()
-    def _exchange(self) -> list[torch.Tensor | None]:
+    def _exchange(self) -> list[Tensor | None]:
         """Give the model the averages. Returns copies of the weights with a type that stores averages inexactly."""
-        kept: list[torch.Tensor | None] = []
+        kept: list[Tensor | None] = []
         for average, weight in self._pairs:
             before = weight.clone()
             weight.copy_(average)
@@ -167,7 +167,7 @@ class WeightAverage:
         return kept
 
     @torch.no_grad()
-    def _restore(self, kept: Iterable[torch.Tensor | None]) -> None:
+    def _restore(self, kept: Iterable[Tensor | None]) -> None:
         for (average, weight), before in zip(self._pairs, kept, strict=True):
             if before is None:
                 before = average.clone()
@@ -189,12 +189,12 @@ def _master_type(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     """This rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _put(root: nn.Module, fqn: str, tensor: torch.Tensor) -> None:
+def _put(root: nn.Module, fqn: str, tensor: Tensor) -> None:
     """Make *tensor* the parameter or buffer *fqn* of *root*, in empty modules of the names between."""
     path, _, leaf = fqn.rpartition(".")
     module = root
@@ -218,7 +218,7 @@ def _layout(
     trained_anywhere: set[str] = set()
     for names in gather_objects(group, list(trained)):
         trained_anywhere.update(names)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in layout.complete.tensors.items():
         if name in trained_anywhere:
             tensors[name] = tensor.to(_master_type(tensor.dtype))

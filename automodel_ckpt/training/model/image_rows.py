@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.image_collate import ImageTextCollator
@@ -124,7 +125,7 @@ class RowProbe:
             image = pillow().fromarray(pixels)
         return self.collate.unlabeled(image, text, image_is_first=is_first)
 
-    def _logits(self, samples: list[ImageText], *, is_crossed: bool = False) -> torch.Tensor:
+    def _logits(self, samples: list[ImageText], *, is_crossed: bool = False) -> Tensor:
         """The logits [T, V] of samples in one row, without the logits of its padding.
 
         With *is_crossed*, the positions of the text do not restart, so that attention crosses the samples.
@@ -148,5 +149,5 @@ class RowProbe:
         return logits_of(output)[0, : sum(lengths)].float()
 
 
-def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
+def _distance(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().max())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -35,7 +35,7 @@ log = logging.getLogger("automodel_ckpt")
 
 T = TypeVar("T")
 
-StageOutput = Callable[[Mapping[str, torch.Tensor], "torch.Tensor | None"], torch.Tensor]
+StageOutput = Callable[[Mapping[str, Tensor], "torch.Tensor | None"], Tensor]
 """From the rows of a micro-batch, and the hidden states [B, t, H] of the previous stage (None on the first), to the
 hidden states for the next stage, or on the last stage to the summed loss. t is the length of a row, or of this rank's
 slice of it with context parallelism."""
@@ -52,7 +52,7 @@ class Stages:
     """The part of the tensor parallel plan that concerns this rank's stage."""
     has_tied_ends: bool
     """Whether the first and the last stage share the embedding's weight."""
-    hidden_states: torch.Tensor
+    hidden_states: Tensor
     """An empty tensor [0, H] with the width and dtype of the hidden states between stages."""
 
 
@@ -108,8 +108,8 @@ class PipelineStage:
             self._tied = TiedEnds(weights, layout)
 
     def train(
-        self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput, weight: float
-    ) -> list[torch.Tensor]:
+        self, rows: Sequence[Mapping[str, Tensor]], output: StageOutput, weight: float
+    ) -> list[Tensor]:
         """Run forward and backward of all micro-batches. Returns the summed losses, on the last stage only.
 
         The gradients are the gradients of the losses times *weight*.
@@ -122,15 +122,13 @@ class PipelineStage:
             self._tied.sum_gradients()
         return losses
 
-    def evaluate(
-        self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput
-    ) -> list[torch.Tensor]:
+    def evaluate(self, rows: Sequence[Mapping[str, Tensor]], output: StageOutput) -> list[Tensor]:
         """Run the forward pass of all micro-batches. Returns the summed losses, on the last stage only."""
         return self.pipeline.evaluate(
             lambda number, hidden: output(rows[number], hidden), self._shapes(rows)
         )
 
-    def _shapes(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[int, int]]:
+    def _shapes(self, rows: Sequence[Mapping[str, Tensor]]) -> list[tuple[int, int]]:
         """The rows and the length of the hidden states of each micro-batch on this rank."""
         shapes = []
         for each in rows:
@@ -167,9 +165,7 @@ class FromTokens(nn.Module):
         """The output layer. A stand-in on all but the last stage."""
         return self.model.get_output_embeddings()  # type: ignore[operator]
 
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: Any
-    ) -> Any:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **options: Any) -> Any:
         """Run the stage on token ids [B, T], which are below 8. Returns what the model returns."""
         if position_ids is not None:
             options["position_ids"] = position_ids
@@ -178,7 +174,7 @@ class FromTokens(nn.Module):
         embeddings = self._local.receive(self._hidden_of(input_ids), input_ids.shape[1])
         return self.model(inputs_embeds=embeddings, **options)
 
-    def _hidden_of(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def _hidden_of(self, input_ids: Tensor) -> Tensor:
         """The hidden states [B, t, H] of token ids, on this rank's slice of the rows."""
         hidden = self._hidden.to(next(self.model.parameters())).to(input_ids.device)[input_ids]
         if self.context is not None and self.context.active:
@@ -247,7 +243,7 @@ def train_stages(optimizer: Optimizer, model: nn.Module, layout: RankLayout) -> 
                 value=f"{len(expected)} groups on stage 0, {len(found)} on stage {number}, or other settings",
                 hint="make the same groups for any part of the model, empty ones left out, or leave pp_size out",
             )
-    all_groups: list[dict[str, torch.Tensor]] = [{} for _ in mine]
+    all_groups: list[dict[str, Tensor]] = [{} for _ in mine]
     for groups, _ in stages:
         for merged, group in zip(all_groups, groups, strict=True):
             merged.update(group)

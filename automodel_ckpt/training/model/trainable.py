@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automodel_ckpt.base.device_copies import to_device
 from automodel_ckpt.base.units import counted
@@ -303,9 +303,7 @@ class Trainable:
     precision: str = ""
     """The data types of the weights and of the computation, for the log."""
 
-    def inputs_of(
-        self, rows: Mapping[str, torch.Tensor], device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    def inputs_of(self, rows: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """The arguments of a forward pass that *rows* have, on *device*."""
         inputs = {}
         for name, value in rows.items():
@@ -317,7 +315,7 @@ class Trainable:
             note_positions(inputs["position_ids"], rows["position_ids"])
         return inputs
 
-    def forward(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+    def forward(self, inputs: Mapping[str, Tensor]) -> Any:
         """Call the model with *inputs* on its device, in the dtype that all ranks compute in. Returns its output."""
         with self.compute():
             return self.model(**inputs, **self.forward_options)

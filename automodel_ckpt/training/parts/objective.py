@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.base.device_copies import to_device
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
     from automodel_ckpt.models.loss.z_loss import ZLoss
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Tensor]
 
 
 class Objective:
@@ -98,7 +98,7 @@ class Objective:
         self.trainable, self.layout, self.loss_fn = trainable, layout, loss_fn
         self.model, self.router_loss = trainable.model, trainable.router_loss
         self._num_row_parts = layout.num_row_parts(sequence_parallel=sequence_parallel)
-        self._z_loss_sum: torch.Tensor | float = 0.0
+        self._z_loss_sum: Tensor | float = 0.0
         self._is_known_sum = loss_fn is cross_entropy_sum
 
     def size_of(self, micro_batch: Tensors) -> BatchSize:
@@ -160,7 +160,7 @@ class Objective:
         """Compute the loss of *micro_batch*, summed over its :meth:`size_of` terms."""
         return self.with_aux_loss(self.row_loss(self.rows_of(micro_batch)))
 
-    def with_aux_loss(self, loss: torch.Tensor) -> LossSum:
+    def with_aux_loss(self, loss: Tensor) -> LossSum:
         """Add the losses of the router and of further tokens and the z-loss to the metrics.
 
         They are added only in training passes with these losses.
@@ -171,7 +171,7 @@ class Objective:
         # The pass that only counts the routers' choices is in training mode, without gradients.
         if not self.model.training or not torch.is_grad_enabled():
             return LossSum(loss)
-        metrics: dict[str, torch.Tensor] = {}
+        metrics: dict[str, Tensor] = {}
         if self.router_loss is not None:
             metrics[AUX_LOSS] = self.router_loss.share()
         if self.trainable.mtp is not None:
@@ -182,7 +182,7 @@ class Objective:
             metrics[Z_LOSS] = torch.as_tensor(z_loss)
         return LossSum(loss, metrics)
 
-    def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
+    def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[Tensor]:
         """Compute the summed loss of each micro-batch for validation, and add its metrics to the set's metrics.
 
         With stages, only the last one returns losses.
@@ -239,7 +239,7 @@ class Objective:
         row_layout = self.trainable.row_layout
         return row_layout(micro_batch) if row_layout is not None else micro_batch
 
-    def stage_output(self, rows: Tensors, hidden: torch.Tensor | None) -> torch.Tensor:
+    def stage_output(self, rows: Tensors, hidden: Tensor | None) -> Tensor:
         """Run this rank's current pipeline stage.
 
         Returns the hidden states [B, t, H] for the next stage, or on the last stage the summed loss. *hidden* are the
@@ -253,7 +253,7 @@ class Objective:
         # Other stages return hidden states in place of the logits.
         return logits_of(self.trainable.forward(self._inputs(rows, hidden)))
 
-    def logits(self, rows: Tensors, trainable: Trainable | None = None) -> torch.Tensor:
+    def logits(self, rows: Tensors, trainable: Trainable | None = None) -> Tensor:
         """Compute the logits [B, T, V] of *rows*, of the trained model or of another one that *trainable* describes.
 
         Raises :class:`RecipeError` if context parallel ranks divide the rows.
@@ -268,7 +268,7 @@ class Objective:
             )
         return logits_of(trainable.forward(self._inputs(rows, None)))
 
-    def row_loss(self, rows: Tensors, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def row_loss(self, rows: Tensors, hidden: Tensor | None = None) -> Tensor:
         """Compute the loss of *rows*, summed over their labels; 0-dim, on the device.
 
         On the last stage of a pipeline, *hidden* are the hidden states [B, T, H] of the stage before.
@@ -292,10 +292,11 @@ class Objective:
 
     def _loss_from_full_logits(
         self, inputs: Tensors, rows: Tensors, part: slice, z_loss: ZLoss | None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute the summed loss of *rows* from the model's logits [B, t, V], with the *z_loss* added, if any."""
         with self.trainable.compute():
-            output = self._run_model(inputs, rows, part)
+            output = self.model(**inputs, **self.trainable.forward_options)
+            self._note_routing(output, rows, part)
         labels = self._on_device(rows["labels"])
         logits = logits_of(output)
         loss = self._loss_of_logits(logits, labels, part)
@@ -315,7 +316,7 @@ class Objective:
         part: slice,
         loss_head: LossHead,
         z_loss: ZLoss | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute the summed loss of *rows* in the output layer, chunk by chunk, with the *z_loss* added, if any."""
         positions, targets = labelled_positions(
             rows["labels"], part, all_up_to=self.trainable.all_up_to
@@ -329,18 +330,11 @@ class Objective:
             positions, self._on_device(targets), hits=hits, z_loss=z_loss
         )
         with self.trainable.compute(), loss_pass:
-            output = self._run_model(inputs, rows, part)
+            output = self.model(**inputs, **self.trainable.forward_options)
+            self._note_routing(output, rows, part)
         return loss_pass.loss_in(output)
 
-    def _run_model(self, inputs: Tensors, rows: Tensors, part: slice) -> Any:
-        """Call the model on the *inputs* of *rows*, and keep what the router's loss needs of its output."""
-        output = self.model(**inputs, **self.trainable.forward_options)
-        self._note_routing(output, rows, part)
-        return output
-
-    def _loss_of_logits(
-        self, logits: torch.Tensor, labels: torch.Tensor, part: slice
-    ) -> torch.Tensor:
+    def _loss_of_logits(self, logits: Tensor, labels: Tensor, part: slice) -> Tensor:
         """Compute :func:`next_token_loss`. The first call with labels checks that the user's loss is a sum."""
         loss = next_token_loss(logits, labels, self.loss_fn, part)
         if not self._is_known_sum:
@@ -350,7 +344,7 @@ class Objective:
 
     def _row_loss_of_depths(
         self, inputs: Tensors, rows: Tensors, part: slice, mtp: MultiTokenPrediction
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute the loss of *rows* as :meth:`row_loss` does, and keep the losses of further tokens in *mtp*."""
         trainable = self.trainable
         from automodel_ckpt.loss.mtp_loss import labels_of_depths
@@ -361,7 +355,8 @@ class Objective:
         by_depth = torch.split(labels, num_rows)
         if trainable.loss_head is None:
             with mtp.computing(), trainable.compute():
-                output = self._run_model(inputs, rows, part)
+                output = self.model(**inputs, **self.trainable.forward_options)
+            self._note_routing(output, rows, part)
             depths = zip(torch.split(logits_of(output), num_rows), by_depth, strict=True)
             losses = torch.stack(
                 [
@@ -377,12 +372,13 @@ class Objective:
                 self._on_device(positions), self._on_device(targets), sizes
             )
             with mtp.computing(), trainable.compute(), loss_pass:
-                output = self._run_model(inputs, rows, part)
+                output = self.model(**inputs, **self.trainable.forward_options)
+            self._note_routing(output, rows, part)
             losses = loss_pass.loss_in(output)
         mtp.note(losses[1:])
         return losses[0]
 
-    def _inputs(self, rows: Tensors, hidden: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def _inputs(self, rows: Tensors, hidden: Tensor | None) -> dict[str, Tensor]:
         inputs = self.trainable.inputs_of(rows, self.layout.device)
         if self.trainable.embedding_noise is not None:
             self.trainable.embedding_noise.note_rows(inputs)
@@ -402,7 +398,7 @@ class Objective:
             is_token = torch.zeros_like(rows["labels"])
         self.router_loss.note(output, None if is_token is None else is_token[:, part])
 
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _on_device(self, tensor: Tensor) -> Tensor:
         return to_device(tensor, self.layout.device)
 
     def _part_of_row(self, length: int) -> slice:

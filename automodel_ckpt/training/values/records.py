@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
 
-Number = float | torch.Tensor
+Number = float | Tensor
 """A number of a step: on the host, or a 0-dim tensor."""
 Z_LOSS = "z_loss"
 """The metric of a micro-batch that is its z-loss, times its coefficient."""
@@ -52,8 +52,8 @@ class LossSum:
     same terms, under the same names on all ranks. The log has their means.
     """
 
-    loss: torch.Tensor
-    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    loss: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.base.device_copies import Mark, to_host
@@ -49,10 +50,10 @@ class Readback:
     def __init__(self, numbers: Mapping[str, Number], device: torch.device) -> None:
         """Queue the copies of *numbers*. Those that are not on *device* are on the host already."""
         self._known: dict[str, float] = {}
-        copied: dict[str, torch.Tensor] = {}
+        copied: dict[str, Tensor] = {}
         for name, number in numbers.items():
             value = number.full_tensor() if isinstance(number, DTensor) else number
-            if isinstance(value, torch.Tensor) and value.device.type == device.type:
+            if isinstance(value, Tensor) and value.device.type == device.type:
                 # float64 holds every value of the smaller types.
                 copied[name] = value.detach().double().reshape(())
             else:
@@ -312,7 +313,7 @@ class StepNumbers:
                 start,
                 Readback(numbers, self._layout.device),
                 metrics,
-                may_be_skipped=isinstance(grad_norm, torch.Tensor),
+                may_be_skipped=isinstance(grad_norm, Tensor),
                 forward=timer.take() if timer is not None else None,
             )
         )

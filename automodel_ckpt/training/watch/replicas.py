@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise
@@ -70,7 +70,7 @@ class ReplicaCheck:
         raise _difference(step, shards, agree.gather_objects(self._group, sums))
 
 
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
+def checksum(tensor: Tensor) -> Tensor:
     """Return the sum of the elements of a tensor, or of its local part, read as integers: int64, 0-dim.
 
     A change of a single bit always changes it. It is computed on the tensor's device without a copy.
@@ -79,7 +79,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(local, "to_local"):
         local = local.to_local()
     integers = _INTEGERS.get(local.element_size(), torch.int8)
-    total: torch.Tensor = local.contiguous().view(integers).sum(dtype=torch.int64)
+    total: Tensor = local.contiguous().view(integers).sum(dtype=torch.int64)
     return total
 
 
@@ -216,7 +216,7 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
     return parameter.placements[names.index("tp")].is_replicate()
 
 
-def _summary(parameter: nn.Parameter) -> torch.Tensor:
+def _summary(parameter: nn.Parameter) -> Tensor:
     """[norm, sums of every eighth element] of this rank's part of the gradient: float64 of length 9, on its device.
 
     If two gradients differ by a random vector, each sum differs by a third of the vector's norm on average. Unlike
