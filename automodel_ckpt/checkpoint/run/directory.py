@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.parts.failures import NEXT_SAVE
 from automodel_ckpt.checkpoint.run import links, policy, resume
 from automodel_ckpt.checkpoint.run.lease import RUN_HINT, Lease
 from automodel_ckpt.checkpoint.run.lock_file import HeldByThisProcess
-from automodel_ckpt.checkpoint.run.notes import note_losses
+from automodel_ckpt.checkpoint.run.notes import note_losses, stamp
 from automodel_ckpt.checkpoint.run.writable import check_links, check_outside_checkpoints
 from automodel_ckpt.errors import os_problem
 
@@ -157,11 +157,14 @@ class RunDirectory:
             if not is_abandoned and not (self.root / record.name).is_symlink():
                 yield record.name
 
-    def publish(self, staging: Path, name: layout.CheckpointName) -> None:
+    def publish(
+        self, staging: Path, name: layout.CheckpointName, losses: Mapping[str, Any]
+    ) -> None:
         """Rename a finalized checkpoint to its final name and update the pointers.
 
-        After a resume from an earlier step, the checkpoints of later steps are renamed first. Raises OSError if the
-        checkpoint cannot be published, :class:`LeaseLost` if another run took over the directory.
+        *losses* are the losses of the checkpoint's step, if it was validated. After a resume from an earlier step, the
+        checkpoints of later steps are renamed first. Raises OSError if the checkpoint cannot be published,
+        :class:`LeaseLost` if another run took over the directory.
         """
         self.check_lease()
         if self.went_back_to is not None:
@@ -173,8 +176,14 @@ class RunDirectory:
         if os.path.lexists(self.root / str(name)):
             # A file or a link that is not a checkpoint. It must not make every save of this step fail.
             links.make_room(self.root / str(name))
-        commit.publish(staging, str(name))
+        path = commit.publish(staging, str(name))
         self.on_published(str(name))
+        with contextlib.suppress(
+            OSError
+        ):  # without this record, it is read from the manifest later
+            metric = policy.metric_of(losses, self._metric_key)
+            record = policy.Record(str(name), name.step, name.epoch, metric)
+            self._known[str(name)] = (stamp(path), record)
         self._point()
 
     def _point(self) -> None:
@@ -195,12 +204,18 @@ class RunDirectory:
         newest = next(self._records(), None)
         if newest is None:
             return
-        previous = layout.parse_checkpoint_name(commit.pointed(self.root, layout.LATEST) or "")
+        before = commit.pointed(self.root, layout.LATEST)
+        previous = layout.parse_checkpoint_name(before or "")
         if previous is not None and previous.step > newest.step:
             # Training will repeat steps.
             message = "LATEST pointed to %s, which is not a complete checkpoint any more; it now points to %s"
             log.warning(message, self.path / str(previous), newest.name)
-        self._point()
+        # Without reading the other manifests, which takes 0.1 s for 4 MB, where nothing has changed.
+        best = self._metric_of(self.best())
+        is_new_best = policy.is_better(newest.metric, best, self._keep.mode)
+        has_lost_best = self.best() is not None and best is None
+        if before != newest.name or is_new_best or has_lost_best:
+            self._point()
 
     def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
         """Record the losses of a validation that ran after the checkpoint *name* was published.
@@ -224,6 +239,11 @@ class RunDirectory:
             commit.unpoint(self.root, layout.LOWEST_VAL)
         elif best.name != self.best():
             commit.point(self.root, layout.LOWEST_VAL, best.name)
+
+    def _metric_of(self, name: str | None) -> float | None:
+        """Return the metric that ranks a checkpoint; None when it is missing, damaged, or not validated."""
+        found = resume.record(self.root, name or "", self._metric_key, self._known)
+        return None if found is None else found.metric
 
     def _records(self) -> Iterator[policy.Record]:
         return resume.records(self.root, self._metric_key, self._known)

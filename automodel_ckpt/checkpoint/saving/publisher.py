@@ -146,7 +146,8 @@ class Publisher:
 
         Raises OSError where it could not be published.
         """
-        self._settings.run.publish(save.staging.path, save.name)
+        losses = json_values(save.losses) if save.validated else {}
+        self._settings.run.publish(save.staging.path, save.name, losses)
         # Before anything that can fail: a published checkpoint must not be removed as a staging
         # directory.
         save.staging.is_owner = False
