@@ -268,8 +268,6 @@ def _missing_data_files(root: Node) -> Iterator[Problem]:
 
     Names on the Hub and directories are not checked: the builders do that.
     """
-    from automodel_ckpt.data.rows.source import Source
-
     binder = Binder(object, [])
     for key, node in root.walk():
         target, path = (node.at(name) for name in ("_target_", "path"))
@@ -279,6 +277,8 @@ def _missing_data_files(root: Node) -> Iterator[Problem]:
         files = binder.value(str | list[str], path, "")
         if files is INVALID:
             continue
+        from automodel_ckpt.data.rows.source import Source
+
         try:
             source = Source.of(files)
             if source.is_file:

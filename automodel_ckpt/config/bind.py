@@ -399,8 +399,13 @@ def _is_broken(rule: Relation | Condition, keys: Iterable[str], values: Mapping[
 def _scalar_hint(alternatives: tuple[Any, ...], node: Node, key: str) -> str:
     """The hint for a scalar that no type accepts; empty if there is nothing special to say."""
     assert isinstance(node.value, str)
+    section = section_type(alternatives)
     if target_type(alternatives) is not None and _DOTTED.fullmatch(node.value):
         return f"name a class or function in {join(key, '_target_')}"
+    if section and has_hints(section) and (fields := dataclasses.fields(section)):
+        return (
+            f"give the keys of the section, such as {join(key, fields[0].name)}, or remove the key"
+        )
     if find(alternatives, *_LISTS):
         return "write a list as [A, B]"
     return ""

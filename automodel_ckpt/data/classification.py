@@ -6,7 +6,7 @@ beside these. Samples are prepared once and cached under a digest of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -206,36 +206,63 @@ def texts(
     )
     source = Source.of(path, name, split, revision)
 
-    @cache
     def reading() -> Reading:
         source.require([*encoder.names, label_field])
         values, classes = source.values(label_field), source.class_names(label_field)
         return reading_of(labels, values, label_values, field=label_field, classes=classes)
 
+    key: Key = (text_field, pair_field, label_field, chat_template)
+    key += (truncation, EarlierTruncation.of(truncation, seq_length).seq_length, str(labels))
+    if label_values != "auto":
+        key += (label_values,)
+    fingerprint = source.fingerprint()
+    dataset = labeled_texts(
+        "classification-texts",
+        source,
+        fingerprint,
+        encoder,
+        label_field,
+        reading,
+        key=key,
+        max_samples=max_samples,
+    )
+    # Checkpoints contain it: another form would report that the data has changed.
+    dataset.identity = identity((2, fingerprint, *key), tokenizer)
+    return dataset
+
+
+def labeled_texts(
+    name: str,
+    rows: Rows,
+    fingerprint: str,
+    encoder: TextEncoder,
+    label_field: str,
+    reading: Callable[[], Reading],
+    *,
+    key: Key,
+    max_samples: int | None,
+) -> TokenizedDataset:
+    """Tokenize *rows*, and convert their labels by what *reading* returns, which is called once.
+
+    They are cached under *name*, *fingerprint* and *key*. Raises :class:`RecipeError` with the location of a bad row.
+    """
+    known = cache(reading)
+
     def encode(part: Rows) -> Samples:
-        read = reading()
+        read = known()
         samples = encoder.encode(part)
         for number, value in enumerate(part.values(label_field)):
             with at_row(part, number):
                 samples[number] = samples[number]._replace(number=read(value))
         return samples
 
-    key: Key = (text_field, pair_field, label_field, chat_template)
-    policy = EarlierTruncation.of(truncation, seq_length)
-    key += (truncation, policy.seq_length, str(labels))
-    if label_values != "auto":
-        key += (label_values,)
-    fingerprint = source.fingerprint()
-    dataset = samples_of_rows(
-        source,
+    return samples_of_rows(
+        rows,
         fingerprint,
         encoder.tokenizer,
         encode,
-        policy,
-        key=("classification-texts", *key),
+        EarlierTruncation.of(encoder.truncation, encoder.seq_length),
+        key=(name, *key),
         max_samples=max_samples,
         kind=LabeledTexts,
     )
-    # Checkpoints contain it: another form would report that the data has changed.
-    dataset.identity = identity((2, fingerprint, *key), tokenizer)
-    return dataset

@@ -253,7 +253,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     (
         "distributed:\n  pp_size: 2\n  strategy: ddp\n",
         ["--nproc-per-node=2"],
-        ["one forward pass per backward pass"],
+        ["ddp has replicas of the complete model"],
     ),
     (
         "distributed:\n  dp_replicate_size: 0\n",

@@ -170,7 +170,7 @@ def test_mistakes_are_errors_before_weights_are_read(tmp_path: Path) -> None:
         (["--evaluation.harness.batch_size=0"], "evaluation.harness.batch_size"),
         (["--distributed.pp_size=2"], "ckpt eval runs tasks on a checkpoint"),
         (["--distributed.cp_size=2"], "ckpt eval runs tasks on a checkpoint"),
-        (["--distributed.tp_size=2", "--distributed.sequence_parallel"], "sequence parallelism"),
+        (["--distributed.tp_size=2", "--distributed.sequence_parallel"], "sequence_parallel"),
     ):
         with pytest.raises(RecipeError, match=expected):
             build(recipe, *words)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import EXTENDS, hints_of
-from automodel_ckpt.config.tree.references import ReferenceFailed, resolve
+from automodel_ckpt.config.tree.references import ReferenceFailed, resolve, shell_variable
 from automodel_ckpt.config.tree.yaml_tree import MAX_NODES, STREAM, Node, is_stream, read_file
 from automodel_ckpt.errors import Problem
 
@@ -92,6 +92,7 @@ class _Reader:
         path = directory / written
         if not os.path.isfile(path):
             hint = f"the path is relative to {directory.absolute()}"
+            hint = shell_variable(KEY, written) or hint
             self._note(f"the recipe in {KEY} does not exist", node, hint)
             return None
         if self._num_files >= MAX_FILES or self._num_nodes > MAX_NODES:

@@ -95,8 +95,9 @@ def expected_files() -> set[str]:
         ("examples", "examples"),
     ):
         for file in (ROOT / folder).rglob("*"):
-            is_code = (
-                file.suffix in (".py", ".sh", ".css", ".js", ".jinja") or file.name == "py.typed"
+            is_code = file.suffix in (".py", ".sh", ".css", ".js", ".jinja") or file.name in (
+                "py.typed",
+                "models.json",
             )
             is_wanted = folder == "examples" or is_code
             if file.is_file() and is_wanted and "__pycache__" not in file.parts:
