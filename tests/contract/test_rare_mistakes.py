@@ -37,7 +37,7 @@ def problem(capsys: Capture, *words: str | Path) -> str:
         ("class Recipes: ...", "did you mean Recipes"),
         (
             "class Recipe:\n    setup = run = close = print\n    Config = dict",
-            "Config is not a RecipeConfig",
+            "its Config is a RecipeConfig",
         ),
     ],
 )

@@ -191,15 +191,15 @@ def test_a_killed_trainer_ends_where_an_undisturbed_one_ends(
     assert done.failures == [] and done.outcomes["finished as if undisturbed"]
 
 
-def test_threads_take_part_in_saves_and_loads(tmp_path: Path) -> None:
+def test_threads_take_part_in_loads(tmp_path: Path) -> None:
     with pair.Pair() as ranks:
         outcomes = ranks.run(names_of_threads, str(tmp_path / "run"))
     for outcome in outcomes:
-        assert outcome.ok and {"checksum", "read"} <= outcome.value
+        assert outcome.ok and "read" in outcome.value
 
 
 def names_of_threads(root: str) -> set[str]:
-    """The pools whose threads start in a save and a load."""
+    """The pools whose threads start in a load."""
     names: set[str] = set()
     start = threading.Thread.start
 
