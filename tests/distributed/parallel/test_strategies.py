@@ -142,7 +142,7 @@ def test_what_the_model_or_the_machine_cannot_do_is_refused_before_weights_are_m
     one_head = ("--model.from_config.num_key_value_heads=1", "--distributed.tp_size=2")
     assert "num_key_value_heads 1" in str(failure(tmp_path, *one_head, num_ranks=2))
     offloaded = failure(tmp_path, "--distributed.cpu_offload=true", "--distributed.strategy=fsdp2")
-    assert "CPUOffloadPolicy needs an accelerator" in str(offloaded)
+    assert "CPU offload needs fsdp2, and the memory of a GPU" in str(offloaded)
     half = failure(tmp_path, "--model.dtype=float16")
     assert "float16 training requires a loss scaler" in str(
         half
