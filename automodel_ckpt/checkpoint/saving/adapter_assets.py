@@ -31,6 +31,8 @@ _BINDING = (
     "parameters",
     "saved",
 )
+_NEW_SETTINGS: Mapping[str, Any] = {"parameters": [], "ranks": {}, "alphas": {}}
+"""The values of settings that checkpoints of earlier versions do not have."""
 
 
 class AdapterAssets:
@@ -123,7 +125,7 @@ class AdapterAssets:
         saved, here = recorded["adapter"], json.loads(_json(self._description))
         lines: list[str] = []
         for key in _BINDING:
-            before = saved.get(key)
+            before = saved.get(key, _NEW_SETTINGS.get(key))
             if before != here[key]:
                 lines.append(f"{key}: saved {before}, here {here[key]}")
         if lines:
