@@ -231,16 +231,20 @@ def _published_under(newest: list[Path], root: Path, restore_from: str) -> Path 
 def _is_same_request(root: Path, noted: object, restore_from: str) -> bool:
     """Whether ``restore_from`` refers to the same checkpoint as *noted*, the text in a checkpoint of the run.
 
-    The run directory may have been moved since, and a recipe may still contain the path of a checkpoint in it.
+    The run directory may have been moved since. Earlier versions recorded the absolute path of a checkpoint of the run,
+    and a recipe may still contain that path.
     """
     request = request_text(root, restore_from)
     if noted == request:
         return True
-    path = Path(request or "")
-    is_checkpoint = layout.parse_checkpoint_name(path.name) is not None
-    if noted != path.name or not path.is_absolute() or not is_checkpoint:
+    if not isinstance(noted, str) or request is None:
         return False
-    # The path is the previous location of this run, or another run.
+    one, other = Path(noted), Path(request)
+    is_checkpoint = layout.parse_checkpoint_name(one.name) is not None
+    if one.name != other.name or not is_checkpoint or one.is_absolute() == other.is_absolute():
+        return False
+    # One is a name in this run, the other a path: the previous location of this run, or another run.
+    path = one if one.is_absolute() else other
     if not path.exists():
         return True
     try:

@@ -202,8 +202,8 @@ def at(offset: int, shape: int) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (shard("{"), "DCP_SHARDING_INFO is not JSON"),
-        (shard([]), "DCP_SHARDING_INFO is not a mapping"),
+        (shard("{"), "DCP_SHARDING_INFO is not a JSON mapping"),
+        (shard([]), "the header does not state where its slice"),
         (shard({"w": {}}), "the header does not state where its slice of 'w' belongs"),
         (shard(at(0, 2)) | second(shard(at(1, 3))), "shards disagree on the shape of 'w'"),
         (

@@ -286,7 +286,7 @@ def test_whatever_has_the_name_of_a_checkpoint_gives_way_and_is_kept(tmp_path: P
     run.hold()
     staging = commit.reserve(run.root, NAME)
     commit.finalize(staging, b"{}")
-    run.publish(staging, layout.CheckpointName(step=20, epoch=0))
+    run.publish(staging, layout.CheckpointName(step=20, epoch=0), {})
     run.release()
     assert (tmp_path / "run" / ASIDE).read_text() == "mine" and (tmp_path / "run" / NAME).is_dir()
 
