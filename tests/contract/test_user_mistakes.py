@@ -312,10 +312,10 @@ MISTAKES = {
     ),
     "a backend without its device": Mistake(
         ("--distributed.backend=cpu:gloo,cuda:nccl",),
-        r"backend nccl is unavailable[\s\S]*remove distributed.backend",
+        r"unknown torch.distributed backend, or one that this node has no device for",
     ),
     "a backend that torch lacks": Mistake(
-        ("--distributed.backend=mpi",), "backend mpi is unavailable"
+        ("--distributed.backend=mpi",), "unknown torch.distributed backend"
     ),
     "a backend of no name": Mistake(
         ("--distributed.backend=foo",), "unknown torch.distributed backend"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.parts.discovery import Item
@@ -23,6 +24,9 @@ from automodel_ckpt.checkpoint.state.storable import check_safe
 _MODULE_ENTRY, _OPTIMIZER_ENTRY = 380, 2000
 # The rest of the manifest, config.yaml, losses.json, consolidate.sh; and of each rank, what a header is padded to.
 _FIXED_BYTES, _PADDING_BYTES = 10_240, 2048
+# Extents of the parameter for a trial step. They differ, so that the extents of state that an optimizer has per row or
+# per column show which dimension they belong to.
+_TRIAL_EXTENTS = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +56,29 @@ def forecast_bytes(
     *,
     world_size: int,
     save_optimizer: bool,
+    states: Mapping[str, Mapping[str, Any]] | None = None,
     side_bytes: int = 0,
 ) -> int:
     """Expected bytes of one checkpoint of *items* on *world_size* ranks.
 
-    *side_bytes* is the size of the files beside the weights (config, tokenizer).
+    *states* are the modules' state dicts by attribute, where available. *side_bytes* is the size of the files beside
+    the weights (config, tokenizer).
 
     Computed from shapes and dtypes. The state of an optimizer without state is found by a trial step on parameters
-    without values.
+    with few elements.
     """
     total = _FIXED_BYTES + side_bytes
     for item in items:
         if item.kind == "module":
             complete = stored_layout(item.value).complete
-            # Where it is known, this rank has a stage of the module.
-            state = module_state(item.value)[0] if complete is None else complete.tensors
+            state: Mapping[str, Any] | None = (states or {}).get(item.name)
+            if complete is not None:
+                # This rank has a stage of the module.
+                state = complete.tensors
+            elif state is None:
+                state, _ = module_state(item.value)
             for tensor in state.values():
-                if isinstance(tensor, Tensor):
+                if isinstance(tensor, torch.Tensor):
                     # Of the whole tensor, not only of this rank's shard.
                     total += tensor.numel() * tensor.element_size() + _MODULE_ENTRY
             total += world_size * _PADDING_BYTES
@@ -97,22 +107,30 @@ def _optimizer_bytes(item: Item) -> int:
     return int(total * of_all / max(here, 1))
 
 
-def _state_entries(item: Item, group: dict[str, Any], parameter: Tensor) -> Iterator[int]:
+def _state_entries(item: Item, group: dict[str, Any], parameter: torch.Tensor) -> Iterator[int]:
     """Yield the bytes of each state entry that is a tensor.
 
     Raises :class:`RecipeError` for state that a checkpoint cannot store.
     """
     optimizer = _optimizer_of(item.value, group)
     state = optimizer.state.get(parameter)
+    shape = list(parameter.shape)
     if not state and hasattr(optimizer, "state_like"):
-        # An optimizer with a kernel describes its state, in tensors without values.
+        # If the state depends on the size of a parameter, the optimizer describes it, in tensors without values.
         state = optimizer.state_like(parameter)
     elif not state:
-        state = _state_after_a_step(optimizer, group, parameter)
+        pairs = zip(parameter.shape, _TRIAL_EXTENTS, strict=False)
+        shape = [trial if extent > 1 else extent for extent, trial in pairs]
+        trial_parameter = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device="cpu"))
+        state = _state_after_a_step(optimizer, group, trial_parameter)
     check_flat(item.name, {"state": {"*": state}, "param_groups": ()})
+    real_extent = dict(zip(shape, parameter.shape, strict=False))
     for value in state.values():
-        if isinstance(value, Tensor):
-            yield value.numel() * value.element_size()
+        if isinstance(value, torch.Tensor):
+            numel = math.prod(real_extent.get(extent, extent) for extent in value.shape)
+            if value.dim() and value.numel() == math.prod(shape):
+                numel = parameter.numel()
+            yield numel * value.element_size()
 
 
 def _optimizer_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
@@ -124,24 +142,16 @@ def _optimizer_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
 
 
 def _state_after_a_step(
-    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
+    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
     """The state of *parameter* after one step with the optimizer's class and the options of *group*."""
     # LR schedulers add keys to the groups (initial_lr) that the constructor rejects.
     options = {name: value for name, value in group.items() if name in optimizer.defaults}
-    if "fused" in options:
-        # The kernels need values.
-        options["fused"] = False
-    without_values = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    trial_parameter = nn.Parameter(without_values)
-    trial_parameter.grad = without_values
-    state: dict[str, Any] = {}
     try:
-        trial = type(optimizer)([trial_parameter], **options)
-        state = trial.state[trial_parameter]
+        trial = type(optimizer)([parameter], **options)
+        parameter.grad = torch.zeros_like(parameter)
         trial.step()
     except Exception:
-        # The step may need values after it has created the state. An optimizer that needs more than parameters and its
-        # defaults creates none: assume AdamW's two moments.
-        return state or {"first": without_values, "second": without_values}
-    return state
+        # An optimizer that needs more than parameters and its defaults: assume AdamW's two moments.
+        return {"first": torch.zeros_like(parameter), "second": torch.zeros_like(parameter)}
+    return dict(trial.state[parameter])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from automodel_ckpt.base.hub_access import explained
+from automodel_ckpt.base.other_weights import LFS_HINT
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.callables.trust import trusts_remote_code
 from automodel_ckpt.config.keys.data import PROCESSOR_SETTINGS
@@ -24,6 +25,7 @@ from automodel_ckpt.models.inspect.repository import (
     check_revision,
     code_not_trusted,
     damaged_config,
+    lfs_pointer,
     reject_other_weights,
     require_local,
 )
@@ -129,6 +131,10 @@ def reading(
         known = explained(error, name, where) or damaged_config(name, where, repository.revision)
         if known is None and kind == "tokenizer":
             known = absent_tokenizer(name, where)
+            pointer = lfs_pointer(name, "tokenizer*", "*.json")
+            if known is None and pointer is not None:
+                what = "a file of the tokenizer is damaged"
+                known = RecipeError(what, where=where, value=pointer, hint=LFS_HINT)
         what, value = f"the {kind} cannot be read", f"{name} ({first_line(error, 3)})"
         raise known or RecipeError(what, where=where, value=value, hint=hint) from error
 

@@ -57,8 +57,12 @@ def test_ten_steps_are_those_of_trl(recipe: Path, name: str) -> None:
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
         assert mine["kl"] == pytest.approx(theirs["kl"], abs=1e-4, rel=2e-4)
-        assert mine["reward_desirable"] == pytest.approx(theirs["rewards/chosen"], abs=1e-4, rel=2e-4)
-        assert mine["reward_undesirable"] == pytest.approx(theirs["rewards/rejected"], abs=1e-4, rel=2e-4)
+        assert mine["reward_desirable"] == pytest.approx(
+            theirs["rewards/chosen"], abs=1e-4, rel=2e-4
+        )
+        assert mine["reward_undesirable"] == pytest.approx(
+            theirs["rewards/rejected"], abs=1e-4, rel=2e-4
+        )
         assert mine["samples"] == 4
     assert max(step["kl"] for step in steps) > 1
 

@@ -146,7 +146,7 @@ def test_where_there_is_nothing_it_says_so_once(
         (["show", "."], 3),
         (["ls", "--bogus"], 2),
         (["verify", "x" * 300], 3),
-        (["plot", "run", "-o", "no/such/place.html"], 4),
+        (["plot", "run", "-o", "/dev/null/place.html"], 4),
     ],
 )
 def test_with_json_an_error_is_a_document_too(

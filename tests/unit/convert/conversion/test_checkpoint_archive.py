@@ -142,9 +142,3 @@ def test_an_archive_that_cannot_be_opened_is_named_and_no_run_directory_is_made(
         assert "the archive cannot be read" in message
         assert str(archive) in message
     assert not (tmp_path / "run").exists()
-
-
-def test_options_of_earlier_versions_are_named(tmp_path: Path, capsys: Capture) -> None:
-    run = run_of(tmp_path / "run")
-    assert main(["archive", str(run), "-o", str(tmp_path / "a.tar.zst"), "--delta"]) == 2
-    assert "complete checkpoints" in capsys.readouterr().err

@@ -145,7 +145,7 @@ def test_queries_without_negatives_are_counted_and_rejected_if_all_are(
     check_negatives([], has_types=has_types_, where="dataset")
     assert len(caplog.records) == 1
     with pytest.raises(RecipeError, match="no query has a negative document"):
-        check_negatives(dataset.first(1), has_types=has_types_, where="dataset")
+        check_negatives(dataset_of(1), has_types=has_types_, where="dataset")
 
 
 @pytest.mark.parametrize(
