@@ -67,7 +67,7 @@ def printable(text: str) -> str:
     return "".join(characters)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """One problem: *what* failed, *where* (file and line, flag, or path), the *value*, and a *hint*.
 
@@ -221,7 +221,7 @@ def writing_hint(error: OSError) -> str:
     return PERMISSIONS_HINT if error.errno in NOT_ALLOWED else "free space"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Limit:
     """A kind of system limit: the message, the limits in ``resource`` that may cause it, and the hint."""
 

@@ -32,7 +32,7 @@ from automodel_ckpt.training.values.records import BatchSize, LossSum
 _ROW_TENSORS = ("input_ids", "attention_mask", "labels")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GlobalBatchState:
     """What the loss of a micro-batch needs of its whole global batch.
 

@@ -58,7 +58,7 @@ _OTHER_REFERENCE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reference:
     """The frozen model that the trained one is compared with.
 

@@ -53,7 +53,7 @@ _withheld: list[bool] = []
 """Whether the user has a token, inside of :func:`without_token`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HubProblem:
     """Why a repository cannot be read or written, in one line, and what to do. *is_temporary*: another attempt may
     succeed, without a change by the user."""

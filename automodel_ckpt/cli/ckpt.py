@@ -41,7 +41,7 @@ from automodel_ckpt.errors import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verb:
     """A command of ``ckpt``.
 

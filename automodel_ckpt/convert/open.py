@@ -52,7 +52,7 @@ _OWN_NAMES = "these are names of the other program: Hugging Face names need the 
 _HINT = "name a run directory, a checkpoint, a pointer such as checkpoints/LATEST, or a directory of *.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Weights:
     """The modules found in *path*, by attribute name.
 

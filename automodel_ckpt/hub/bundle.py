@@ -36,7 +36,7 @@ _NOT_UPLOADED = frozenset({layout.CONSOLIDATE_SCRIPT, README, ".gitattributes"})
 Log = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bundle:
     """The files of a model, by their path in the repository: a local file, or the content.
 

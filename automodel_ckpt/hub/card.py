@@ -70,7 +70,7 @@ _DEFAULTS = frozenset({"distributed.dp_replicate_size=1", "optimizer.on_resume=c
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Metric:
     """A result of ``ckpt eval --json``."""
 

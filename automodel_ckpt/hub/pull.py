@@ -26,7 +26,7 @@ Log = Callable[[str], None]
 _LIBRARY_CACHE = ".cache"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pulled:
     """A finished download. *has_manifest*: the files are an export of this program, and match its manifest."""
 

@@ -28,7 +28,7 @@ NUM_THREADS = 5
 """Large files that are uploaded at the same time by default."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pushed:
     """A finished upload: the commit that has the files, and the bytes of files that the repository did not have. With
     *was_there*, the branch had them already, and no commit was made."""

@@ -19,7 +19,7 @@ PREFIX = "hub:"
 MAIN = "main"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HubAddress:
     """A repository ``ORG/NAME``, and a branch, tag or commit of it. None: not given."""
 

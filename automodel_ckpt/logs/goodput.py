@@ -52,7 +52,7 @@ OUTCOMES = (DONE, STOPPED, FAILED, KILLED)
 RUNNING = "running or killed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Start:
     """One start of a run: when it began, in seconds since 1970; its phases; the steps it was between; what ended it.
 
@@ -73,7 +73,7 @@ class Start:
         return sum(self.seconds.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Goodput:
     """The time of a run by category, in seconds; its starts; how many steps were made more than once."""
 

@@ -35,7 +35,7 @@ _MAX_COMPLETIONS, _MAX_TEXT = 64, 2000
 """Completions of a run that are read, the newest ones, and characters of each of their texts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Series:
     """Values over steps; steps ascend, values are finite."""
 
@@ -100,7 +100,7 @@ class Completion(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class History:
     """A run, read from its directory.
 

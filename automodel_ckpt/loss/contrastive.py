@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Texts:
     """The texts of all ranks: *queries* [Q] and *documents* [D] are digests, equal for equal texts.
 
@@ -26,7 +26,7 @@ class Texts:
     has_document: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidates:
     """The embeddings *queries* [Q, H] and *documents* [D, H] of :class:`Texts`, and the pairs that are ranked in them.
 

@@ -29,7 +29,7 @@ from automodel_ckpt.errors import replaced_forward_pass
 SumOverRanks = Callable[..., list[float]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Routing:
     """Sums over the tokens and layers of a micro-batch.
 

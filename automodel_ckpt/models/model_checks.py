@@ -125,7 +125,7 @@ def check_separate_memory(model: nn.Module) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RouterSettings:
     """What a model's config states about the loss of its routers."""
 

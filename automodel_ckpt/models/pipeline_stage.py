@@ -23,7 +23,7 @@ from automodel_ckpt.models.inspect.forward import model_without_adapters
 _WHERE = "distributed.pp_size"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decoder:
     """The parts of a model that stages divide among themselves, by module name."""
 

@@ -23,7 +23,7 @@ _QUANTIZED = re.compile(
 _FORMER_BUFFERS = (".rotary_emb.inv_freq", ".position_ids")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Names:
     """The tensors of a model or of a source: their shapes by name, and {alias: name} of tied tensors."""
 
@@ -43,7 +43,7 @@ class Names:
         return [name, *aliases]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verdict:
     """The result of a comparison of a model ("here") with a source ("there").
 

@@ -20,7 +20,7 @@ CPU_BACKEND = "gloo"
 CUDA_BACKEND = "cpu:gloo,cuda:nccl"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankLayout:
     """This rank's coordinates in the device mesh of *sizes*. Control messages and saves use ``gloo_group``."""
 

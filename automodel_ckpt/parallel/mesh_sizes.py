@@ -18,7 +18,7 @@ Strategy = Literal["fsdp2", "ddp", "single"]
 _WHERE = "distributed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sizes:
     """The sizes of the device mesh; their product is the number of ranks."""
 

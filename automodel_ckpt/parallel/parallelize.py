@@ -40,7 +40,7 @@ Materialise = Callable[[nn.Module, torch.device], None]
 """Called with a model on the meta device and a device; gives the model this rank's values there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parallelism:
     """The settings of the recipe besides the sizes. A ``compute_dtype`` of None is the dtype of the parameters.
 

@@ -25,7 +25,7 @@ MAX_MEASURED = 200
 """Number of samples that are measured if the data set does not know their lengths."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PreviewSample:
     """A sample in the order of training: its *number* in the data set, its tokens without padding, and their labels.
 

@@ -11,7 +11,7 @@ from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import Problem
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Unsupported:
     """A key that a recipe does not support, and why. A key with a whole number as its value is supported up to 1."""
 

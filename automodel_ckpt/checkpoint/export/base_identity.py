@@ -27,7 +27,7 @@ _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _NUM_THREADS = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BaseIdentity:
     """A base model: the *name* that finds it (Hub name or absolute path), for a local one its path *relative* to the
     run's directory, and the digests of its files."""

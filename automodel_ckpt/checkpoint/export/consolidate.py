@@ -49,7 +49,7 @@ __all__ = ["ConsolidationReport", "consolidate", "consolidate_script"]
 log_default = logging.getLogger("automodel_ckpt")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ConsolidationReport:
     """An export that was published: its directory *output*, and the number of files, tensors and bytes of the weights.
 

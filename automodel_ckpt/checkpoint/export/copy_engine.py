@@ -199,7 +199,7 @@ BLOCK_BYTES = 2 << 20
 _SCRATCH_BYTES = 4 * BLOCK_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Digested:
     """Bytes ``start .. start + nbytes`` of an output file, and their digest."""
 

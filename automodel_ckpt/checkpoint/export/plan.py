@@ -22,7 +22,7 @@ _MAX_FILE_BYTES = 5_000_000_000
 _SHORT_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BaseMaps:
     """The file (from 1), dtype and shape of each tensor of the base model; None when unknown.
 
@@ -47,7 +47,7 @@ class BaseMaps:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExportTensor:
     """A tensor of the export: its name, the stored tensor that it is made from, and its dtype in the export."""
 
@@ -60,7 +60,7 @@ class ExportTensor:
         return nbytes_of(self.dtype, self.stored.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OutputFile:
     """A file of the export: its header and its size in bytes."""
 
@@ -77,7 +77,7 @@ class OutputFile:
             at += tensor.nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The files to write; *warnings* are for the user."""
 

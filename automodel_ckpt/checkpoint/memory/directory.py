@@ -36,7 +36,7 @@ GENERATION = "memory_generation"
 """The key in the manifest's ``environment`` with the generation that saved a memory checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryRecord:
     """Which memory checkpoints a run directory refers to: the content of ``.memory.json``.
 

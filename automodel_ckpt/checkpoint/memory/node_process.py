@@ -37,7 +37,7 @@ START_SECONDS = 120.0
 _NUM_THREADS = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Settings:
     """What a process needs to know: the directory, where to listen, and the most bytes that it sends per second.
 

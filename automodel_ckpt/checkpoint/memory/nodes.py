@@ -52,7 +52,7 @@ log = logging.getLogger("automodel_ckpt")
 _POLL_SECONDS = 0.02
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Node:
     """A node of the run: its ranks, and where its process listens. The first rank leads the node."""
 
@@ -243,7 +243,7 @@ class Nodes:
             self._lease = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OpenedMemory:
     """The *directory* of memory checkpoints, which has the same path on all nodes, the ranks of each node, and the
     record of the run."""

@@ -43,7 +43,7 @@ _WAIT_SECONDS = 60.0
 _PAUSE_SECONDS = 0.2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Copy:
     """The copy of a save, with the *digest* of its manifest: the directory *staging* becomes the checkpoint *final*."""
 

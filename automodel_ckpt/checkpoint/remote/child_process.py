@@ -52,7 +52,7 @@ _NICENESS = 19
 _NICENESS_VARIABLE = "AUTOMODEL_CKPT_UPLOAD_NICENESS"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Status:
     """How far the uploads are, as the process writes it for the trainer.
 

@@ -41,7 +41,7 @@ _NUM_THREADS = 8
 _KEY = "checkpoint.remote"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fetched:
     """A checkpoint of a store that is loaded once, from the local directory *path*.
 

@@ -30,7 +30,7 @@ _REQUEST = "request.json"
 Record = TypeVar("Record", "PartRequest", "PartAnswer")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PartRequest:
     """What the coordinator asks of the other nodes: to upload their files of the checkpoint with the manifest *digest*.
 
@@ -49,7 +49,7 @@ class PartRequest:
         return _read(cls, store, _place(name, _REQUEST))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PartAnswer:
     """How far a node is: the *files* that have arrived at the end of the *attempt*, and its *sent_bytes* so far.
 

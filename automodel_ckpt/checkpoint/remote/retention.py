@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.store.transfer import upload_begun
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IncompleteUpload:
     """A checkpoint in a store without a manifest: its bytes, and when it was last written.
 

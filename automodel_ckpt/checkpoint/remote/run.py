@@ -41,7 +41,7 @@ _NO_VERSION = "1"
 """A version that no object has: ETags are longer, and generations are times in microseconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RemoteCheckpoint:
     """A complete checkpoint in a store: its name, and the summary of its manifest."""
 

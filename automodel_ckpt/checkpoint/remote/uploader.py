@@ -32,7 +32,7 @@ STATUS = ".remote.json"
 LOCK = ".remote.lock"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Job:
     """What to upload where. *token* names the start of the run.
 

@@ -23,7 +23,7 @@ NOTE = "generation"
 """The key in the manifest's ``environment`` with the name of the generation."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Postponed:
     """A later checkpoint, by the *digest* of its manifest, of which absent nodes may have the missing files.
 
@@ -34,7 +34,7 @@ class Postponed:
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunGeneration:
     """The generation *name* of a run, with its *number* and the digests of the *kept* checkpoints.
 

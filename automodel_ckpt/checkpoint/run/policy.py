@@ -11,7 +11,7 @@ from typing import Any, Literal
 Mode = Literal["min", "max"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Record:
     """The step and epoch of a checkpoint, and the metric that ranks it (None when its step was not validated)."""
 
@@ -62,7 +62,7 @@ def best(records: Iterable[Record], mode: Mode) -> Record | None:
     return next(iter(ranked(records, mode)), None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KeepPolicy:
     """Which checkpoints are kept.
 

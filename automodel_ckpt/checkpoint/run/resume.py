@@ -144,7 +144,7 @@ def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Recor
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """The checkpoints to try, in order. With *by_name*, the user selected one, and no other may be used."""
 

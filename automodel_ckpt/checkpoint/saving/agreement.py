@@ -31,7 +31,7 @@ log = logging.getLogger("automodel_ckpt")
 _MAX_NAMED = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TreeSummary:
     """What each rank sends about a tree: the digest of its description, and the first rank of each mesh."""
 

@@ -29,7 +29,7 @@ _FIXED_BYTES, _PADDING_BYTES = 10_240, 2048
 _TRIAL_EXTENTS = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Forecast:
     """Expected bytes of one save, with its export where each save makes one, and the bytes that are free now.
 

@@ -171,7 +171,7 @@ class Staging:
             raise
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SaveReport:
     """The result of a save. *published* is false for an asynchronous save in progress: only its stall is known.
 

@@ -33,7 +33,7 @@ _FORMS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LauncherOptions:
     """*kind* of the launcher, and the options that it may use; None: not given.
 

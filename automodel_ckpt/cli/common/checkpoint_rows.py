@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _SUPERSEDED = "superseded: the run was resumed from an earlier step"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Row:
     """A directory in a run, as ``ckpt ls`` shows it. The names of the fields are the keys of ``--json``.
 
@@ -49,7 +49,7 @@ class Row:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunRow:
     """A run, as ``ckpt ls`` shows it in a list of runs. The names of the fields are the keys of ``--json``.
 

@@ -85,7 +85,7 @@ _WRITTEN = {"tensorboard": ("log_dir", ""), "wandb": ("dir", "wandb")}
 """Tracker -> its option for a directory, and what it writes there. Without the option, it writes into the run."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Value:
     """A scalar of a recipe: its text, with references resolved, and the names of the variables in it.
 

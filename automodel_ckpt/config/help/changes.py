@@ -40,7 +40,7 @@ _NOT_COMPARED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Change:
     """A key with a changed value, with both values as text; ``not set`` if one side does not have it.
 

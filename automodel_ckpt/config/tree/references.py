@@ -66,7 +66,7 @@ class ReferenceFailed(Exception):
         self.hint = hint
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Reference:
     """A variable and its default; None: it has no default."""
 

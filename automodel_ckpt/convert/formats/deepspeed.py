@@ -245,7 +245,7 @@ class _StateFile:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Partition:
     """One rank's part of the parameters, in the file *path*: a flat tensor for each group.
 

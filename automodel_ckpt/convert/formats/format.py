@@ -13,7 +13,7 @@ from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.type_aliases import Shape, TensorMap, Values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelParameter:
     """A parameter of a model: its name, its shape, and whether weight decay usually applies to it (no norm or bias)."""
 
@@ -30,7 +30,7 @@ only if its files number the parameters instead of naming them.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParameterGroup:
     """The names of an optimizer's parameters with the same options, such as ``lr``, ``betas`` and ``weight_decay``."""
 
@@ -38,7 +38,7 @@ class ParameterGroup:
     options: Values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OptimizerState:
     """The state of an optimizer.
 
@@ -56,7 +56,7 @@ class OptimizerState:
     names_from: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainingState:
     """What a checkpoint states about its training run. A field is None when the checkpoint does not state it.
 
@@ -72,7 +72,7 @@ class TrainingState:
     omitted: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorSummary:
     """A tensor for display: safetensors dtype code, global shape, and the number of slices that it is stored in."""
 
@@ -81,7 +81,7 @@ class TensorSummary:
     slices: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Inventory:
     """All tensors of a path, by name, and the number of other values (for example the options of an optimizer)."""
 
@@ -93,7 +93,7 @@ class Inventory:
 _MAX_COUNT = 2**53
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Counters:
     """What a checkpoint states about its position in a run, as its program counts. None for what it does not state."""
 

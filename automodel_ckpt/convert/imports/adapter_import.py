@@ -83,7 +83,7 @@ _READ_OPTIONS = frozenset(
 _INITS = (True, False, "gaussian", "orthogonal")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AdapterSettings:
     """The kind and the location of an adapter.
 
@@ -102,7 +102,7 @@ class AdapterSettings:
     revision: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AdapterModel:
     """A model with an adapter, as a recipe builds it.
 

@@ -27,7 +27,7 @@ _MAX_FILES = 100_000
 _MAX_ENTRIES = 10_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExternalTree:
     """A directory with tensors: its format and their inventory, or the *problems* due to which it cannot be read.
 
@@ -40,7 +40,7 @@ class ExternalTree:
     details: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExternalDirectory:
     """A directory or a single file of another program.
 

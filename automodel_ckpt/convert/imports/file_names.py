@@ -42,7 +42,7 @@ _HIGHER_IS_BETTER = ("acc", "accuracy", "bleu", "f1", "rouge", "reward", "score"
 _SPLITS = frozenset(["val", "valid", "validation", "eval", "test", "train", "best", "mean", "avg"])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NameMetadata:
     """What the name of a checkpoint states: None or no metric for what it does not state.
 
@@ -61,7 +61,7 @@ class NameMetadata:
         return self == NameMetadata()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ranking:
     """Checkpoints by the metric that their names state, the best one first."""
 

@@ -34,14 +34,13 @@ from automodel_ckpt.convert.imports.import_source import (
     position_of,
     training_state_of,
 )
-from automodel_ckpt.convert.imports.names_file import rename, without_prefix
+from automodel_ckpt.convert.imports.names_file import rename
 from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_free
 from automodel_ckpt.convert.imports.source_files import quantization_of, recipe_of, source_error
 from automodel_ckpt.convert.imports.training_import import training_import
 from automodel_ckpt.convert.merging.model_names import (
     NameComparer,
     has_odd_prefix,
-    possible_prefixes,
 )
 from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.errors import RecipeError
@@ -49,7 +48,7 @@ from automodel_ckpt.errors import RecipeError
 _CONFIG = "config.json"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImportOptions:
     """What a user may choose about an import.
 
@@ -109,7 +108,7 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     check_not_sparse(weights)
     if adapter is None:
         check_merged(weights, source.path)
-        weights, name_notes = _compared(source, weights, options, omitted)
+        name_notes = _compared(source, weights, options)
     training = None
     name, origin = position_of(source, options.step, options.epoch)
     if options.parameters is not None:
@@ -157,10 +156,8 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     )
 
 
-def _compared(
-    source: ImportSource, weights: Tensors, options: ImportOptions, omitted: list[str]
-) -> tuple[Tensors, tuple[str, ...]]:
-    """Compare *weights* with the model that config.json describes. Returns them, without a prefix, and notes in words.
+def _compared(source: ImportSource, weights: Tensors, options: ImportOptions) -> tuple[str, ...]:
+    """Compare *weights* with the model that config.json describes. Returns notes in words.
 
     Files that were saved with their config.json are not compared: building the model takes seconds. Raises
     :class:`CheckpointUnusable` if the tensors have other names or shapes than the model's.
@@ -169,33 +166,21 @@ def _compared(
     has_own_names = source.known.has_own_names or has_odd_prefix(weights.tensors)
     has_config_of_model = source.known.saves_config and options.config is None
     if compare is None or has_config_of_model or not (has_own_names or options.config):
-        return weights, ()
+        return ()
     files = source.side_files(options.config)
     config = files.get(_CONFIG)
     if config is None:
         first = next(iter(weights.tensors))
-        return weights, (f"unchecked, because there is no config.json; the first is {first}",)
+        return (f"unchecked, because there is no config.json; the first is {first}",)
     found = compare(config, [*weights.tensors, *weights.tied])
     if found is None:
         unknown = "unchecked, because those of this type of model are unknown"
-        return weights, (unknown,) if has_own_names else ()
-    notes = tuple(found.lines())
-    if has_own_names and options.names is None and found.unknown and found.missing:
-        fitting: dict[str, Tensors] = {}
-        for prefix in possible_prefixes(weights.tensors, found.missing):
-            after = without_prefix(weights, prefix, [])
-            again = compare(config, [*after.tensors, *after.tied])
-            if again is not None and not (again.unknown or again.missing):
-                fitting[prefix] = after
-        if len(fitting) == 1:
-            (prefix,) = fitting
-            notes = (f"those of the model after the prefix {prefix!r}, which is removed",)
-            weights = without_prefix(weights, prefix, omitted)
-        else:
-            found.check(str(source.path))
+        return (unknown,) if has_own_names else ()
+    if has_own_names and options.names is None:
+        found.check(str(source.path))
     is_quantized = bool(quantization_of(files))
     found.check_shapes(weights.tensors, str(source.path), is_quantized=is_quantized)
-    return weights, notes
+    return tuple(found.lines())
 
 
 def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> AdapterModel | None:

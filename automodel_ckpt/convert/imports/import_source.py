@@ -35,7 +35,7 @@ _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
 _OTHER_STATE = ("dataloader", "rng", "step_scheduler.pt")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImportSource:
     """What a user asked to import: a directory or a file at *path*, with its weights in *directory*.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
@@ -43,33 +42,6 @@ def rename(module: Tensors, path: Path, omitted: list[str]) -> Tensors:
                 return _filled(lines[text], match)
         return fqn
 
-    renamed, others = _renamed(module, new_name)
-    if len(renamed.tensors) + len(others) < len(module.tensors):
-        given = Counter(map(new_name, module.tensors))
-        twice = next(name for name in renamed.tensors if given[name] > 1)
-        raise _wrong(path, f"two tensors get the name {twice!r}")
-    if unused:
-        raise _wrong(path, f"no tensor has the name {next(iter(unused))!r}")
-    if not renamed.tensors:
-        raise _wrong(path, "all tensors are left out")
-    if others:
-        omitted.append(f"{counted(len(others), 'tensor')} that {path.name} leaves out")
-    return renamed
-
-
-def without_prefix(module: Tensors, prefix: str, omitted: list[str]) -> Tensors:
-    """Return the tensors of *module* with names that begin with *prefix*, without it. The others are *omitted*."""
-    renamed, others = _renamed(
-        module, lambda name: name.removeprefix(prefix) if name.startswith(prefix) else ""
-    )
-    if others:
-        text = f"{counted(len(others), 'tensor')} without the prefix of the model"
-        omitted.append(f"{text}, such as {others[0][:200]}")
-    return renamed
-
-
-def _renamed(module: Tensors, new_name: Callable[[str], str]) -> tuple[Tensors, list[str]]:
-    """Return the tensors under their new names, and the names of those that get none."""
     names = {fqn: new_name(fqn) for fqn in module.tensors}
     tensors = {name: module.tensors[fqn].renamed(name) for fqn, name in names.items() if name}
     tied: dict[str, str] = {}
@@ -77,7 +49,16 @@ def _renamed(module: Tensors, new_name: Callable[[str], str]) -> tuple[Tensors, 
         if names[stored] and new_name(alias):
             tied[new_name(alias)] = names[stored]
     others = [fqn for fqn, name in names.items() if not name]
-    return Tensors(module.root, tensors, tied), others
+    if len(tensors) + len(others) < len(module.tensors):
+        (twice, _), *_ = Counter(filter(None, names.values())).most_common(1)
+        raise _wrong(path, f"two tensors get the name {twice!r}")
+    if unused:
+        raise _wrong(path, f"no tensor has the name {next(iter(unused))!r}")
+    if not tensors:
+        raise _wrong(path, "all tensors are left out")
+    if others:
+        omitted.append(f"{counted(len(others), 'tensor')} that {path.name} leaves out")
+    return Tensors(module.root, tensors, tied)
 
 
 def _filled(replacement: str, numbers: re.Match[str]) -> str:

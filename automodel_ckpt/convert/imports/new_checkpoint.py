@@ -48,7 +48,7 @@ _CONFIG = "config.json"
 _ABSENT = ("optimizer", "learning-rate schedule", "data position", "random numbers", "counters")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NewCheckpoint:
     """The checkpoint that is written to ``run/name`` from the weights in *source*.
 

@@ -68,7 +68,7 @@ _TRANSFERRED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainingImport:
     """What is written of a training state: *state* with its optimizer under the model's names, at *step* and *epoch*.
 

@@ -45,7 +45,7 @@ _SHOWN = 5
 _ADAPTER_FILES = (layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG, *ADAPTER_SIDE_FILES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Average:
     """A planned average: the checkpoint to write, and its *sources* with their *weights*.
 

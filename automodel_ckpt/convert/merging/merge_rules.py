@@ -60,7 +60,7 @@ class Experts(Protocol):
     def parts(self) -> Mapping[str, tuple[int, tuple[slice, ...]]]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExpertRange:
     """The experts of a tensor in files: one of *num_experts*, or all of them if *expert* is None."""
 

@@ -43,7 +43,7 @@ _SINGLE = "model.safetensors"
 _ROOT = Path("/")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Adapter:
     """An adapter as peft's files in *directory*: its tensors, and the content of its configuration."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,13 +15,11 @@ from automodel_ckpt.convert.type_aliases import Shape, TensorMap
 _MAX_NAMED = 3
 # Megatron pads vocabularies to a multiple of 128 rows for each of up to 64 ranks.
 _MAX_PADDING = 128 * 64
-# Each one is compared with the model.
-_MAX_PREFIXES = 4
 # Usual names of the backbone in a model, which all tensors are in if the output layer is tied.
 _BACKBONES = ("model", "transformer")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NameDifferences:
     """The differences between stored names and a model's names. *model* is the name of the model's class.
 
@@ -101,20 +98,6 @@ Returns None when the model's names are unknown.
 
 The command that imports passes it: it builds the model, which needs torch and transformers.
 """
-
-
-def possible_prefixes(names: Iterable[str], missing: Iterable[str]) -> list[str]:
-    """Return prefixes, such as an attribute of a script, with which *names* are the *missing* tensors of the model.
-
-    A model and its average (EMA) have a prefix each.
-    """
-    found: set[str] = set()
-    suffixes = [f".{name}" for name in itertools.islice(missing, _MAX_NAMED)]
-    for name in names:
-        for suffix in suffixes:
-            if name.endswith(suffix):
-                found.add(name[: len(name) - len(suffix) + 1])
-    return sorted(found)[:_MAX_PREFIXES]
 
 
 def has_odd_prefix(names: Iterable[str]) -> bool:

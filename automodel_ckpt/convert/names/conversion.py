@@ -27,7 +27,7 @@ _MARKS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
 HINT = "add --config DIR, a directory with the config.json of the same model"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Conversion:
     """The converter and the dimensions of a model, which *where* states.
 

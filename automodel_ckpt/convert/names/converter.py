@@ -20,7 +20,7 @@ from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 _MAX_LISTED = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExternalTensors:
     """Tensors under the names of the other program, one for each layer and expert.
 
@@ -32,7 +32,7 @@ class ExternalTensors:
     zero_rows: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Converter:
     """The rules for the models of *model_types*, the values of ``model_type`` in their config.json.
 

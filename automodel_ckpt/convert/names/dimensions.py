@@ -18,7 +18,7 @@ _COUNTS = {
 _NUMBERS = {"rms_norm_eps": "norm_epsilon", "rope_theta": "rotary_base"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dimensions:
     """Counts of a decoder. *num_query_groups* is the number of key-value heads, *head_size* the rows of one head.
 

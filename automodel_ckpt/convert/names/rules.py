@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, contiguous_sli
 from automodel_ckpt.convert.names.dimensions import Dimensions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowRange:
     """*num_rows* rows of the tensor number *part*, from row *first*."""
 
@@ -129,7 +129,7 @@ def by_query_group(dimensions: Dimensions, num_rows: int, num_parts: int) -> lis
     return ranges
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rule:
     """The tensor *external* of Megatron or torchtitan consists of the rows of *hugging_face*, in the order of *rows*.
 

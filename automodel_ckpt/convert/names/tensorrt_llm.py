@@ -70,7 +70,7 @@ TENSORRT_LLAMA = Converter(("llama", "mistral"), tuple(rule for rule, _ in _RULE
 """The rules for the tensors of one rank."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankTensor:
     """What a rank has of a tensor: *part* of the rows *stored*, and then rows of zeros, together of *shape*."""
 

@@ -41,7 +41,7 @@ _LANGUAGE_MODEL = "ForCausalLM"
 _HEAD = "lm_head.weight"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExportReport:
     """An export that was published at *output*: *nbytes* bytes, in *seconds*.
 

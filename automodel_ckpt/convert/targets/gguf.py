@@ -64,7 +64,7 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 _TEMPLATE = "chat_template.jinja"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Entry:
     """A tensor of the file: what it is, where its values come from, and its type."""
 

@@ -42,7 +42,7 @@ class Document(NamedTuple):
         return Document(self.tokens[start:stop], self.labelled[start:stop])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowRules:
     """How documents are put into rows of at most *size* tokens.
 

@@ -51,7 +51,7 @@ class GlobalBatch:
     source_state: Any = field(default=None, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """One micro-batch to read: its sample ids. If there are none, the sample *filler* is read, without labels.
 
@@ -65,7 +65,7 @@ class Request:
     preceding: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failure:
     """An error that a worker process passes to the rank, where it is raised."""
 

@@ -166,7 +166,7 @@ def lengths_of(dataset: Any) -> Integers:
     return np.asarray(known, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowLayout:
     """Arranges a micro-batch of samples in the rows of one forward pass, for a model that separates samples in a row.
 
@@ -283,7 +283,7 @@ _FILLERS = {"input_ids": 0, "labels": IGNORE_INDEX, "attention_mask": 0, IS_TOKE
 _WIDENED = {*_FILLERS, "position_ids"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowWidths:
     """Rounds the lengths of rows up to at most *count* widths, the largest of which is *longest*.
 
@@ -320,7 +320,7 @@ class RowWidths:
         return max(int(num_multiples), 1) * self.multiple
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WidenedRows:
     """Arranges a micro-batch with *layout* (None: it is padded already), and pads the rows to the next width.
 

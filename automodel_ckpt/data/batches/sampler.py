@@ -19,7 +19,7 @@ from automodel_ckpt.errors import RecipeError
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchSizes:
     """How a global batch is divided into micro-batches, and the rank that reads its part.
 

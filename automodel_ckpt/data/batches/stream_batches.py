@@ -28,7 +28,7 @@ from automodel_ckpt.data.collate import Batch
 from automodel_ckpt.errors import AutomodelError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StreamPosition:
     """The position to continue from: *consumed* samples into *epoch*.
 

@@ -43,7 +43,7 @@ class Mark(NamedTuple):
 BEGINNING = Mark()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Record:
     """A row, the line at which it begins (from 1), and the position after it. *source* is its JSON text, if any."""
 

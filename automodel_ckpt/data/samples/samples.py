@@ -28,7 +28,7 @@ from automodel_ckpt.data.samples.tokenized import TokenizedDataset, Truncation, 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Row:
     """A row as it was read, its number from 0 in the stream, and its file and line if they are known."""
 

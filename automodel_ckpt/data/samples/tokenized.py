@@ -99,7 +99,7 @@ class ArrayFile:
         np.lib.format.write_array_header_1_0(self._file, header)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LengthSummary:
     """The lengths of *num_samples* samples in tokens, *num_tokens* together, of which *num_labels* have a label.
 

@@ -30,7 +30,7 @@ _ROUNDING_FACTOR = 16
 """How much larger the rounding of one comparison can be than the rounding of another one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Answer:
     """The result of a probe; *reason* is the end of a message that states why it does not hold, or empty."""
 

@@ -49,7 +49,7 @@ def quiet(*names: str) -> Iterator[None]:
             logging.getLogger(name).setLevel(former)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RepositoryOptions:
     """How a model's repository is read. The default is its main revision, without its code."""
 

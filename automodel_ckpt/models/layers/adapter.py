@@ -32,7 +32,7 @@ from automodel_ckpt.models.quantize import freeze_quantized
 log = logging.getLogger("automodel_ckpt")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Adapted:
     """A model with adapters.
 

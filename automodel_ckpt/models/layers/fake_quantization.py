@@ -30,7 +30,7 @@ _EXPERTS = 3
 """Dimensions of a parameter that has the weights of all experts of a layer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Grid:
     """The values that a tensor is rounded to."""
 
@@ -61,7 +61,7 @@ class Grid:
         return -half, half - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scheme:
     """How a linear layer is quantized."""
 

@@ -12,7 +12,7 @@ ADAPTER_NAME = "default"
 """The name that peft gives to the only adapter of a model."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lora:
     """The kind and the location of adapters. The fields are the keys of a recipe's ``peft`` section."""
 

@@ -29,7 +29,7 @@ TeacherTargets: TypeAlias = "LogitTargets | TopTargets"
 """The distributions that a teacher predicts at the labeled positions of a micro-batch, position by position."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DistillationWeights:
     """What a distillation loss adds up for each position.
 
@@ -122,7 +122,7 @@ class LogitTargets:
         return _weighted(forward, reverse, weights), errors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TopTargets:
     """The *k* most probable tokens of a teacher, and the probability of all others together.
 
@@ -182,7 +182,7 @@ class TopTargets:
         return _weighted(forward, reverse, weights), errors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Columns:
     """Where the columns [n, k] of a tensor [n, V] are; not all of them are on this rank."""
 

@@ -115,7 +115,7 @@ def linear_cross_entropy(
     return loss_in_chunks(hidden, weight, bias, rule, size, stores=stores)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _CrossEntropy:
     """The summed cross-entropy of chunks, for :func:`loss_in_chunks`."""
 

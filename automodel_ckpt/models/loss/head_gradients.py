@@ -47,7 +47,7 @@ def block_columns(num_columns: int, hidden_size: int) -> int:
     return min(1 << (most.bit_length() - 1), num_columns)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ErrorBlocks:
     """Errors [rows, columns] in blocks of *width* columns, which follow each other in *memory*.
 
@@ -71,7 +71,7 @@ class ErrorBlocks:
         return self.memory[begin : begin + self.rows * width].view(self.rows, width)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ErrorPlace:
     """Where the errors of a chunk of logits belong: the rows of *blocks* from *start* on."""
 

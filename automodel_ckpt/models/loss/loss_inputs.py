@@ -59,7 +59,7 @@ class TokenHits:
         return int(self._count.item())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VocabularyPart:
     """This rank's rows of the output layer, from row *first*. Each rank of *group* has at most *most* rows."""
 
@@ -87,7 +87,7 @@ class VocabularyPart:
         return torch.cat(found, dim=1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LogitTransform:
     """What a model does to the output of its last layer: multiply it by *scale*, then cap it at *cap* with tanh.
 

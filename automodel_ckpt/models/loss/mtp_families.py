@@ -20,7 +20,7 @@ MOST_DEPTHS = 64
 """A config.json with a greater number is damaged: published models have 1 to 3 depths."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DepthNames:
     """The names of the parts of one depth in files, without ``.weight``.
 
@@ -37,7 +37,7 @@ class DepthNames:
     output: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Family:
     """The types of models that name and build their layers in one way.
 
@@ -113,7 +113,7 @@ FAMILIES: Mapping[str, Family] = {
 """The supported families, by ``model_type`` of the text model's config. A new one is an entry here."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MtpPlan:
     """The layers of a run: how many tokens they predict, and what becomes of their loss.
 

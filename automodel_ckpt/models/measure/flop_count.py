@@ -36,7 +36,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", 
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlopCount:
     """The operations of a forward and a backward pass, as rates.
 

@@ -69,7 +69,7 @@ def check_gathered_types(model: nn.Module) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Reduction:
     """Parameters with gradients that are reduced together, and the types that fsdp2 has for this."""
 

@@ -33,7 +33,7 @@ _SEQUENCE_NUMBER = "_get_sequence_number_for_group"
 _MAX_BYTES = 2**20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankState:
     """Where a rank is: the number of *completed* steps, its *phase*, and *seconds* since the last step ended.
 
@@ -71,7 +71,7 @@ class RankState:
         return json.dumps(asdict(self))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verdict:
     """Which ranks the others wait for, empty if all are in the same collective, and a sentence about it."""
 

@@ -21,7 +21,7 @@ _MAX_BYTES = 2**20
 _DUMP_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProcessAddress:
     """A process of a job: its id, the number of the file in it to which it dumps its stacks, and that file's name.
 
@@ -47,7 +47,7 @@ class ProcessAddress:
             return False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProcessReport:
     """What was found out about a process: a *note* that follows its name, and the *text* of its stacks."""
 

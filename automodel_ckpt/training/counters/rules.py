@@ -36,7 +36,7 @@ def check_saved(is_valid: bool, state: object) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoppingRule:
     """End the run after *patience* consecutive validations without an improvement of *metric*.
 
@@ -115,7 +115,7 @@ class EarlyStopping:
         self.num_without_improvement = state["num_without_improvement"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Spike:
     """The step that was a spike, and why, in words."""
 

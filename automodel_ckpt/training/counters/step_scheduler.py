@@ -24,7 +24,7 @@ from automodel_ckpt.training.counters.rules import (
 from automodel_ckpt.training.values.records import ClockReading, Control
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Due:
     """The actions after a step, in this order: validate, run the benchmark, save, end. With *stop* (a signal), none of
     them is due."""

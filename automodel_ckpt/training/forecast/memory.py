@@ -56,7 +56,7 @@ Phase = tuple[float, int]
 without parameters."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Memory:
     """Bytes of one rank at the peak of a step, by content.
 

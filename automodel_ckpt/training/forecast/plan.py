@@ -49,7 +49,7 @@ Changes = Mapping[str, Any]
 """Other values of a recipe, by dotted key."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Advice:
     """Whether a run fits into the memory of its device, and the least expensive settings that fit if it does not.
 
@@ -153,7 +153,7 @@ def _candidates(config: RecipeConfig, model: Any, sizes: Sizes) -> Iterator[tupl
                 size //= 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ForecastDevice:
     """The device that a forecast is for: its *type*, ``cuda`` or ``cpu``, and its memory. None means not limited."""
 
@@ -162,7 +162,7 @@ class ForecastDevice:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """A forecast of a run."""
 

@@ -144,7 +144,7 @@ _OF_TEXT = {"input_ids", "labels", "attention_mask", "position_ids", "token_type
 _OF_TEXT |= {"mm_token_type_ids", PACK_IDS}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MicroBatchShape:
     """The rows of a micro-batch, the tokens of a row, and the inputs other than tokens, by name (images).
 

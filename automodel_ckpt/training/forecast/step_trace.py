@@ -31,7 +31,7 @@ Tensors = Mapping[str, Tensor]
 _NAME = "automodel_ckpt_trace"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeadMemory:
     """The memory of the output layer and the loss, which a trace does not run.
 
@@ -45,7 +45,7 @@ class HeadMemory:
     waiting_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepTrace:
     """Bytes of tensors in a forward and a backward pass of a model without its output layer, besides parameters.
 

@@ -16,7 +16,7 @@ from automodel_ckpt.parallel.ranks.gather import data_group, gather_parts
 from automodel_ckpt.training.parts.objective import Tensors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parts:
     """Something of each text of this rank: of the *queries* [B, ...], their *documents* [B, ...] and the further
     *negatives* [K, ...]."""
@@ -92,7 +92,7 @@ def own_candidates(
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Embedded:
     """The *texts* of all ranks, and the embeddings of their *queries* [Q, H] and *documents* [D, H]."""
 

@@ -100,7 +100,7 @@ def _offloads(config: RecipeConfig, layout: RankLayout) -> bool:
     return section is not None and section.offload_teacher and layout.device.type != "cpu"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PretrainedTeacher:
     """A teacher by name, before its weights are read."""
 

@@ -44,7 +44,7 @@ class EvaluationSums:
         return {HITS: [float(self.hits.read())], **sums}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EvaluationTotals:
     """The totals of a validation set over all ranks.
 

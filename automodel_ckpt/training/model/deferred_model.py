@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("automodel_ckpt")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeferredModel:
     """A model on the meta device, and the function that fills what is left of it on this rank after sharding.
 

@@ -41,7 +41,7 @@ hidden states for the next stage, or on the last stage to the summed loss. t is 
 slice of it with context parallelism."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stages:
     """Facts about all stages of a model, of which one is left on this rank."""
 

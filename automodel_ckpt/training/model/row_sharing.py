@@ -36,7 +36,7 @@ _USUAL_HIDDEN_SIZE = 1024
 """For a model by ``_target_``, which need not have a configuration."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProbedModel:
     """A sharded *model*, and how forward passes of a few tokens are computed with it."""
 

@@ -120,7 +120,7 @@ _CLASSIFICATION = "SEQ_CLS"
 """peft's name of the task of a model without an output layer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelRequest:
     """A model to build, by the sections of a recipe, for the ranks of a device mesh. No step changes it."""
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from automodel_ckpt.training.model.pipeline import PipelineStage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sharded:
     """A model with this rank's values, the context of its forward pass, and its pipeline stage if it has one."""
 

@@ -259,7 +259,7 @@ def _freeze_all(model: nn.Module) -> None:
         parameter.requires_grad_(False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trainable:
     """This rank's shards of a model, or of one pipeline stage, and how its forward pass is called."""
 

@@ -63,7 +63,7 @@ def side_directory(weights: Weights, module: Tensors) -> Path | None:
     return inner if any((inner / name).is_file() for name in names) else weights.path
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Difference:
     """A difference that names and shapes do not show: *text* describes it, and *lines* list the values."""
 

@@ -40,7 +40,7 @@ _PEFT_PREFIX = "base_model.model."
 _NORM_CLASS = re.compile(r"norm(gated|\d+d)?", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trained:
     """A parameter that needs gradients, and the *names* by which globs find it, its FQN first."""
 

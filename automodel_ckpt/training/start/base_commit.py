@@ -47,7 +47,7 @@ _OWN_DATA = "automodel_ckpt.data."
 _FROM_PRETRAINED = ("transformers.", ".from_pretrained")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HubName:
     """A repository that a recipe names at the key *where*. Among the *values* of a section, *revision_key* is its
     revision.

@@ -21,7 +21,7 @@ AUX_LOSS = "aux_loss"
 """The metric of a micro-batch that is its share of the router's load balancing loss."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ClockReading:
     """What rank 0's clock decides after a step: *elapsed_seconds* of training so far, whether a save is due by time,
     and whether ``max_time`` ends the run."""
@@ -31,7 +31,7 @@ class ClockReading:
     time_is_up: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchSize:
     """How large a micro-batch is: the terms that its loss is summed over, its label tokens, and its tokens.
 
@@ -44,7 +44,7 @@ class BatchSize:
     flops: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LossSum:
     """The loss of a micro-batch, summed over its terms (0-dim, on the device), and metrics by name.
 
@@ -56,7 +56,7 @@ class LossSum:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Control:
     """What all ranks agreed on before a step: the size of the global batch, whether to stop, and whether a save in the
     background has failed. The loss of the global batch is a mean over *count* terms. *flops* are the floating-point
@@ -106,7 +106,7 @@ class Control:
         return control, further_sums
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepResult:
     """One optimizer step: the global batch's mean loss (NaN if its count is 0), gradient norm and learning rate.
 
@@ -128,7 +128,7 @@ class StepResult:
         return math.isfinite(self.grad_norm) and (not self.count or math.isfinite(self.loss))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Validation:
     """The mean loss over the validation set, the number of its label tokens, and the number of terms of its loss.
 

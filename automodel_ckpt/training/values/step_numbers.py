@@ -69,7 +69,7 @@ class Readback:
         return self._known | dict(zip(self._names, self._copies.tolist(), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LaunchedStep:
     """A step with queued work: what is known of it on the host, and its numbers on their way from the device.
 

@@ -36,7 +36,7 @@ _NUM_FIGURES = 4
 Rows = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ForwardTime:
     """A forward pass between two marks. *waits* are the intervals in it in which this rank waited for others.
 
@@ -124,7 +124,7 @@ time of a step, the median of the own time in a forward pass, and of that time f
 measured."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Straggler:
     """A rank that is slower than the others.
 

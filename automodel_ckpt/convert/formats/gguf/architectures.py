@@ -71,7 +71,7 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
 """The shape of each GGUF tensor, row-major, in words for the sizes of ``GgufModel``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setting:
     """A number that config.json and the metadata of GGUF both have.
 
@@ -100,7 +100,7 @@ SIZES: tuple[Setting, ...] = (
 """The settings that every architecture has."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Architecture:
     """How a class of transformers corresponds to an architecture of llama.cpp.
 

@@ -72,7 +72,7 @@ _UNCHECKED = "this file is unchecked: there is no manifest with its digests"
 _NO_TOKENIZER = "the tokenizer, which is in the metadata: use the files of the original model"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Stored:
     """A tensor of the model, and its place in the file."""
 

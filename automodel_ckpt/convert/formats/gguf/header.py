@@ -40,7 +40,7 @@ _MAX_KEPT = 64
 _HINT = "download the file again, or convert it with llama.cpp"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kind:
     """A type of tensor: its *number* in files, and *block_bytes* for each *block_size* elements of a row.
 
@@ -107,14 +107,14 @@ _SCALARS: Mapping[int, struct.Struct] = {
 """The types of values in the metadata that have a fixed size, by number."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ArrayOf:
     """A long array in the metadata, such as a vocabulary, which is not kept: its number of elements."""
 
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorInfo:
     """A tensor of the file: its row-major *shape*, and the byte offset *start* in the file of its *nbytes* bytes."""
 
@@ -125,7 +125,7 @@ class TensorInfo:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GgufHeader:
     """The header of a file. *values* are the metadata by key. Long arrays are :class:`ArrayOf`."""
 

@@ -31,7 +31,7 @@ _LAYER_NUMBER = re.compile(r"(?:model\.layers|blk)\.([0-9]+)\.", re.ASCII)
 _OUTPUT = "output.weight"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GgufTensor:
     """A tensor of the model under both names. *shape* is row-major, as in Hugging Face files.
 
@@ -46,7 +46,7 @@ class GgufTensor:
     offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GgufModel:
     """The numbers of a model, by their key in config.json, and its positions.
 

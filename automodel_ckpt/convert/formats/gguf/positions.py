@@ -22,7 +22,7 @@ _NUMBERS: Mapping[str, tuple[str, ...]] = {
 _ORIGINAL_LENGTHS = tuple(2**power for power in range(3, 24))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Positions:
     """The base of rotary frequencies, and how they are scaled.
 

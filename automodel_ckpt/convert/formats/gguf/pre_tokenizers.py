@@ -41,7 +41,7 @@ BYTES_AND_WORDS = "bytes and words of GPT-2"
 SINGLE_DIGITS = "single digits"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PreTokenizer:
     """A way of splitting text: the *name* of llama.cpp, and the steps in tokenizer.json.
 

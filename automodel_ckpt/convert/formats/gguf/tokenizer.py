@@ -30,7 +30,7 @@ _SPECIAL_KEYS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GgufTokenizer:
     """The keys of a tokenizer, and in *warnings* where llama.cpp may split text in another way."""
 

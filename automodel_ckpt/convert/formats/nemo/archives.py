@@ -43,7 +43,7 @@ _RANK_FILE = re.compile(r"rank(0|[1-9][0-9]{0,5})\.safetensors", re.ASCII)
 _MAX_CONFIG_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ArchiveReport:
     """What was packed or unpacked to *output*: ``nemo`` or ``qnemo``, and its files."""
 

@@ -34,7 +34,7 @@ _MAX_DEPTH = 8
 _MAX_FILES = 100_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredFile:
     """*nbytes* at byte *start* of the file *file*, which is relative to the root of its :class:`PackedFiles`."""
 
@@ -43,7 +43,7 @@ class StoredFile:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedFiles:
     """The files in *path*, an archive or a directory, by relative name. Their bytes are in files below *root*."""
 

@@ -34,7 +34,7 @@ _FREE_BYTES = 256 << 20
 _ROOT = "."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TarMember:
     """A regular file or directory in an archive. *name* is a safe relative path, without ``./`` at its beginning.
 

@@ -41,7 +41,7 @@ _HINT = "write it without compression, as Megatron-Core does, or as safetensors"
 _MAX_CHUNKS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ZarrArray:
     """The content of ``.zarray``: safetensors dtype code, shape, and shape of a chunk."""
 

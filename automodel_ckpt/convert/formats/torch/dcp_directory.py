@@ -57,7 +57,7 @@ _KINDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Item:
     """An item of a ``.distcp`` file: *nbytes* at *start*."""
 
@@ -66,7 +66,7 @@ class Item:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Described:
     """A tensor as ``.metadata`` describes it: safetensors dtype code, global shape, and its chunks with their items."""
 
@@ -75,7 +75,7 @@ class Described:
     chunks: tuple[tuple[Box, Item], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DcpContent:
     """The content of ``.metadata``: tensors, the items of values that are not tensors, and paths.
 

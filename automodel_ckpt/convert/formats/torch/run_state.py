@@ -28,7 +28,7 @@ _OPTION = re.compile(r"param_groups\.([0-9]{1,3})\.(\w+)", re.ASCII)
 _FORMS = "forms"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunState:
     """The state of a run, by the names of the model's parameters.
 

@@ -135,7 +135,7 @@ class TorchModelDirectory(Format):
         return Source(_ROOT, path, tensors, notes=notes, omitted=omitted, side_files=side_files)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TorchModel:
     """The model in one file: its tensors by name, and the number of other tensors and of other values."""
 

@@ -93,7 +93,7 @@ _MAX_PROGRAM_BYTES = 1 << 29
 _DATA_RATIO = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredView:
     """A tensor: the elements of the storage *key* that *offset*, *shape* and *strides* (in elements) select.
 
@@ -148,7 +148,7 @@ class Opaque:
         return (*self.arguments, self.state, *self.items)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Archive:
     """The object in a file, and the byte range (begin, end) of each storage in the file, by key."""
 
@@ -257,7 +257,7 @@ def _record(
 # ---------------------------------------------------------------- names in a pickle
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Storage:
     dtype: str
     key: str
