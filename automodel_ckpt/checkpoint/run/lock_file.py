@@ -29,7 +29,7 @@ _RECORD_BYTES = 2048
 _NO_HARD_LINKS_HERE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Holder:
     """The content of a lock file. Fields with defaults may be missing."""
 
