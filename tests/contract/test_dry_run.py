@@ -208,6 +208,18 @@ def test_the_memory_on_a_gpu_is_that_of_the_largest_phase_of_a_step(
     assert in_tensors == pytest.approx(PEAKS[setting], rel=0.08)
 
 
+def test_the_buckets_of_ddp_count_at_the_peak_of_the_first_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "middle.yaml"
+    recipe.write_text(MIDDLE)
+    options = "--nproc-per-node=2 --distributed.strategy=ddp --step_scheduler.global_batch_size=16"
+    options += " --model.from_config.num_hidden_layers=1 --device-memory=80GiB"
+    assert main(["--dry-run", str(recipe), *options.split()]) == 0
+    report = capsys.readouterr().out
+    assert foretold("gradients SIZE", report) == pytest.approx(foretold("weights SIZE", report))
+
+
 # The peaks of the recipes in forecast_cases.py, with the workspace of matrix products.
 PEAKS_OF_KINDS = {
     "dpo": 9.06e9,

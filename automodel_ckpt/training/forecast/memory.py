@@ -99,7 +99,7 @@ def estimate_memory(recipe: Any, traces: Traces | None = None) -> Memory:
     rank = RankParts(recipe)
     found = []
     for number, parameters in enumerate(stages):
-        phases: Sequence[Phase] | None = [(0.0, 0), (1.0, 0)]
+        phases: Sequence[Phase] | None = [(1.0, 0)]
         if traces is not None:
             phases = _traced_phases(rank, traces, number)
         found.append(_of_rank(rank, parameters, process, phases))
@@ -127,19 +127,21 @@ def _of_rank(
         int(average * share),
         others // (rank.sizes.tp * rank.num_shards),
     )
-    if offloads:
-        state = Memory(0, 0, process)
     gradients = _gradient_bytes(rank, trained)
+    if offloads:
+        state, gradients = Memory(0, 0, process), 0
     temporary = int(_bytes_of_optimizer_step(rank, trained) * share)
-    gathered = _gathered_bytes(rank, parameters) if rank.is_sharded else 0
+    gathered, at_end = _gathered_bytes(rank, parameters) if rank.is_sharded else (0, 0)
     # The optimizer's step has temporary tensors instead of activations and gathered parameters.
-    peaks = [replace(state, gradients=gradients, activations=temporary)]
+    peaks = [
+        replace(state, gradients=gradients, activations=temporary),
+        replace(state, gradients=gradients, gathered=at_end, activations=0),
+    ]
     for complete, activations in phases or [(1.0, 0)]:
-        present = gradients if rank.accumulates else int(complete * gradients)
+        # DDP's buckets exist during the whole step.
+        present = gradients if rank.accumulates or rank.has_buckets else int(complete * gradients)
         peak = replace(state, gradients=present, gathered=gathered, activations=activations)
         peaks.append(peak)
-    if offloads:
-        peaks = [replace(peak, gradients=0) for peak in peaks]
     memory = max(peaks, key=lambda peak: peak.total)
     return memory if phases is not None else replace(memory, activations=None)
 
@@ -155,8 +157,11 @@ def _gradient_bytes(rank: RankParts, trained: Sequence[nn.Parameter]) -> int:
     return rank.stored_bytes(trained) * (2 if rank.has_buckets and rank.accumulates else 1)
 
 
-def _gathered_bytes(rank: RankParts, parameters: Sequence[nn.Parameter]) -> int:
-    """The largest number of bytes that fsdp2 has gathered at one time: parameters, and gradients to be reduced."""
+def _gathered_bytes(rank: RankParts, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
+    """The largest number of bytes that fsdp2 has gathered at one time: parameters, and gradients to be reduced.
+
+    Also returns the bytes at the end of the backward pass, when no activations are left: of the embedding's gradient.
+    """
     section = rank.recipe.config.distributed
     here = {id(each) for each in parameters}
     if rank.num_shards == 1 and not section.cpu_offload and rank.dtype is not None:
@@ -174,24 +179,27 @@ def _gathered_bytes(rank: RankParts, parameters: Sequence[nn.Parameter]) -> int:
     layers = [group([layer]) for layer in layers_after_input(rank.recipe.model)]
     output = group(outputs)
     # What is in no layer and not alone at an end: it stays gathered, and a tied embedding is in it.
-    whole, elsewhere = group([rank.recipe.model]), [*layers, group(embeddings), output]
+    embedding, whole = group(embeddings), group([rank.recipe.model])
+    elsewhere = [*layers, embedding, output]
     root = whole[0] - sum(parameters for parameters, _ in elsewhere)
     root_gradients = whole[1] - sum(gradients for _, gradients in elsewhere)
     layer, layer_gradients = max(layers, default=(0, 0))
     # Several ranks: the copy of a group, and the buffer that it is gathered into.
     copies = 2 if rank.num_shards > 1 else 1
-    reduced = 0
+    widening = 0
     if copies > 1 or section.cpu_offload:
         # As in parallelize: gradients are summed over the ranks in float32.
         widening = torch.float32.itemsize // rank.dtype.itemsize if rank.dtype else 1
-        reduced = max(layer_gradients, output[1]) * widening
+    reduced = max(layer_gradients, output[1]) * widening
     kept = 0
     if rank.defers or not section.reshard_after_forward:
         kept = sum(parameters for parameters, _ in layers) + output[0]
     of_output = max(copies * output[0], output[0] + output[1] + root_gradients)
     backward = root_gradients + copies * layer + layer_gradients + reduced
     forward = copies * layer + (copies - 1) * max(layer, output[0])
-    return root + kept + max(forward, of_output, backward)
+    shares = 1 + widening + widening / rank.num_shards
+    last = max(int(embedding[1] * shares), root_gradients * (1 + widening))
+    return root + kept + max(forward, of_output, backward), root + last
 
 
 def _optimizer_bytes(recipe: Any, trained: Sequence[nn.Parameter]) -> int:

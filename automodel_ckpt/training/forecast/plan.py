@@ -79,21 +79,18 @@ def advice_for(
     missing = math.ceil(memory.total - usable)
     before: Sizes = recipe.layout.sizes
     for changes, sizes in _candidates(config, recipe.model, before):
-        found = _forecast(recipe, _changed(config, changes), sizes, usable, traces)
+        changed = config
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            of_section = replace(getattr(changed, section), **{name: value})
+            changed = replace(changed, **{section: of_section})
+        found = _forecast(recipe, changed, sizes, usable, traces)
         if found is not None:
             overrides = [f"--{key}={str(value).lower()}" for key, value in changes.items()]
             if sizes.world != before.world:
                 overrides.append(f"--nproc-per-node={sizes.world}")
             return Advice(False, missing, tuple(overrides), found)
     return Advice(False, missing)
-
-
-def _changed(config: RecipeConfig, changes: Changes) -> RecipeConfig:
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        changed = replace(getattr(config, section), **{name: value})
-        config = replace(config, **{section: changed})
-    return config
 
 
 def _forecast(

@@ -141,11 +141,6 @@ def _attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The mask of attention that needs none: samples of a row have lengths, or the row has one sample."""
-    return
-
-
 @contextmanager
 def _traced_attention(model: nn.Module, is_on_gpu: bool) -> Iterator[None]:
     """Let the layers of *model* call :func:`_attention`, except where attention is computed by plain products.
@@ -153,7 +148,8 @@ def _traced_attention(model: nn.Module, is_on_gpu: bool) -> Iterator[None]:
     Without values, transformers builds a dense mask, and torch then selects the formula that keeps all weights.
     """
     ALL_ATTENTION_FUNCTIONS.register(_NAME, partial(_attention, is_on_gpu=is_on_gpu))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, _no_mask)
+    # It needs no mask: samples of a row have lengths, or the row has one sample.
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, lambda *_, **__: None)
     before: dict[int, tuple[Any, str | None]] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
