@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from automodel_ckpt.errors import Problem
 from automodel_ckpt.loss.causal import (
     IGNORE_INDEX,
     WHOLE,
-    in_numpy,
     labelled_positions,
     shift_labels,
 )
@@ -128,7 +126,7 @@ class PreferenceObjective(Objective):
         positions = torch.cat([each for each, _ in found if each is not None])
         targets = torch.cat([each for _, each in found])
         # Not sums over rows: each would keep a gradient of the output layer's weight until the backward pass.
-        sizes = [size for each in labels for size in _labels_per_row(each)]
+        sizes = [size for each in labels for size in label_counts({"labels": each}).tolist()]
         loss_pass = trainable.loss_head.computing_loss(
             self._on_device(positions), self._on_device(targets), criterion=position_losses
         )
@@ -147,12 +145,6 @@ class PreferenceObjective(Objective):
         """Compute :meth:`log_probs` of the reference, without gradients."""
         with self.reference.ready() as reference:
             return self.log_probs(rows, reference)
-
-
-def _labels_per_row(labels: Tensor) -> Sequence[int]:
-    """The number of predicted labels in each row of [B, T]."""
-    counts = np.count_nonzero(in_numpy(labels)[:, 1:] != IGNORE_INDEX, axis=1)
-    return counts.tolist()  # type: ignore[no-any-return]
 
 
 def has_labels(labels: Tensor) -> Tensor:

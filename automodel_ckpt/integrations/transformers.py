@@ -94,8 +94,9 @@ class CheckpointCallback(TrainerCallback):
             return None
         self._resume_directory = tempfile.mkdtemp(prefix="automodel-ckpt-")
         Path(self._resume_directory, "trainer_state.json").write_text(saved.text)
-        # The Trainer reads weights from the directory before it wraps the model; there are none in it.
-        trainer._load_from_checkpoint = _load_nothing
+        # The Trainer reads weights from the directory before it wraps the model; there are none in it. The callback
+        # loads them when training begins.
+        trainer._load_from_checkpoint = lambda *_, **__: None
         return self._resume_directory
 
     def close(self) -> None:
@@ -214,10 +215,6 @@ class CheckpointCallback(TrainerCallback):
                 callbacks.setdefault(type(callback).__name__, []).append(callback.state())
         values = dataclasses.asdict(dataclasses.replace(state, stateful_callbacks=callbacks))
         return json.dumps(values)
-
-
-def _load_nothing(*arguments: Any, **keywords: Any) -> None:
-    """Stands for Trainer._load_from_checkpoint: the callback loads the weights when training begins."""
 
 
 def _check(trainer: Any) -> None:

@@ -268,17 +268,14 @@ def main(arguments: list[str]) -> None:
             went_back=job["went_back"],
             every_steps=job["every_steps"],
         )
-        while not _is_closed(sys.stdin.fileno()):
+        pipe, readable = sys.stdin.fileno(), []
+        # Until the other end of the pipe is closed.
+        while not readable or os.read(pipe, 1):
             follower.feed()
+            readable, _, _ = select.select([pipe], [], [], POLL_SECONDS)
         # The default action of SIGALRM ends the process even if a library hangs.
         signal.alarm(LAST_SECONDS)
         follower.close()
-
-
-def _is_closed(descriptor: int) -> bool:
-    """Whether the other end of a pipe was closed. Waits POLL_SECONDS for it."""
-    readable, _, _ = select.select([descriptor], [], [], POLL_SECONDS)
-    return bool(readable) and not os.read(descriptor, 1)
 
 
 def _redirect_output(run: Path) -> Callable[[str, str], None]:

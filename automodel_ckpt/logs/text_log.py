@@ -13,6 +13,9 @@ from typing import IO
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.errors import LeaseLost
 
+_MAX_WAITING = 1000
+"""Messages that are kept before the file is opened: a run without checkpoints never opens it."""
+
 
 class TextLog:
     """An append-only text file with a timestamp before each message. Thread-safe, and raises nothing.
@@ -52,7 +55,7 @@ class TextLog:
         with self._lock:
             if self._waiting is None:
                 self._append(text)
-            else:
+            elif len(self._waiting) < _MAX_WAITING:
                 self._waiting.append(text)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
-from automodel_ckpt.errors import Stopped
+from automodel_ckpt.errors import DeviceMemoryError, Stopped
 from automodel_ckpt.optim.build import skip_step_if, skips_by_flag
 from automodel_ckpt.optim.lr import current_rate
 from automodel_ckpt.parallel.gradient_norm import clip_gradients
@@ -279,12 +279,19 @@ class TrainingLoop:
         """Make a step, and wait for it if something is due after it. An error names what in the batch explains it."""
         step, profiler = self.step_scheduler.step + 1, self.profiler
         doing = f"in the forward pass, backward pass or update of step {step}"
-        with self.errors.explained(doing, batch):
-            with nullcontext() if profiler is None else profiler.step(step):
-                due = self.step(batch, control)
-            check_part(self, "step", due, Due)
-            if due.anything:
-                self.finish_pending()
+        try:
+            with self.errors.explained(doing, batch):
+                with nullcontext() if profiler is None else profiler.step(step):
+                    due = self.step(batch, control)
+                check_part(self, "step", due, Due)
+                if due.anything:
+                    self.finish_pending()
+        except DeviceMemoryError:
+            if self.layout.world_size == 1:
+                # The record of the step before. With several ranks, it would need a reduction.
+                with suppress(RuntimeError):
+                    self.finish_pending()
+            raise
         return due
 
     def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
@@ -308,9 +315,7 @@ class TrainingLoop:
         It also sums the numbers of the oldest step that is done but not logged, and logs that step. None means that
         this rank received a stop request while it waited for the batch.
         """
-        size = None
-        if batch is not None:
-            size = self.objective.size_here(batch.micro_batches)
+        size = None if batch is None else self.objective.size_here(batch.micro_batches)
         # Before the flag is read: a signal from here on may be too late to prevent this step, and is logged as such.
         self.step_scheduler.is_in_step = True
         return self._numbers.exchange(size, stop=batch is None)

@@ -356,7 +356,7 @@ class Objective:
         if trainable.loss_head is None:
             with mtp.computing(), trainable.compute():
                 output = self.model(**inputs, **self.trainable.forward_options)
-            self._note_routing(output, rows, part)
+                self._note_routing(output, rows, part)
             depths = zip(torch.split(logits_of(output), num_rows), by_depth, strict=True)
             losses = torch.stack(
                 [
@@ -373,7 +373,7 @@ class Objective:
             )
             with mtp.computing(), trainable.compute(), loss_pass:
                 output = self.model(**inputs, **self.trainable.forward_options)
-            self._note_routing(output, rows, part)
+                self._note_routing(output, rows, part)
             losses = loss_pass.loss_in(output)
         mtp.note(losses[1:])
         return losses[0]

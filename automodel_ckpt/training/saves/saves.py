@@ -446,7 +446,8 @@ class Saves:
         Raises :class:`SaveFailed` for required ones.
         """
         newest = self.last_save or self.resumed
-        request.on_request = _report_signal_at_end
+        text = "%s: training is done, and uploads are not; %s to stop waiting for them"
+        request.on_request = lambda number: log.info(text, signal_name(number), again(number))
         try:
             with request.waiting() as is_repeated:
                 if newest is not None and self.hub_uploads is not None:
@@ -475,9 +476,3 @@ def signal_name(number: int | None) -> str:
 def again(number: int) -> str:
     """How messages say that the signal *number* can be repeated."""
     return "press Ctrl-C again" if number == signal.SIGINT else "send it again"
-
-
-def _report_signal_at_end(number: int) -> None:
-    """Log that a signal was received while a run that is complete waits for its uploads."""
-    text = "%s: training is done, and uploads are not; %s to stop waiting for them"
-    log.info(text, signal_name(number), again(number))

@@ -160,7 +160,12 @@ class RecipeOptions:
             has_lost_schedule = self._schedule is None and SCHEDULE in saved
             for name, where, loaded, new in self._options(has_lost_schedule=has_lost_schedule):
                 self._choose(name, f"optimizer's {name}", where, loaded, new)
-            self._set_state_options()
+            for optimizer, of_recipe in zip(self._8bit, self._state_options, strict=True):
+                saved_options = optimizer.state_options
+                optimizer.set_state_options(**(of_recipe if self._from_recipe else saved_options))
+                if saved_options != of_recipe:
+                    # The log has the summary of the state that the recipe describes.
+                    log.info("%s: %s", type(optimizer).__name__, optimizer.state_summary)
         if self._from_recipe:
             self._restore()
         if self._schedule is not None and SCHEDULE in saved:
@@ -237,15 +242,6 @@ class RecipeOptions:
             if not is_without_decay or not any(group.get(name) for group in self._groups):
                 self._check_override(name, saved, new)
             log.warning(_KEPT, label, where, _as_text(saved), _as_text(new))
-
-    def _set_state_options(self) -> None:
-        """Let the state of optimizers with 8-bit moments be as the chosen options require."""
-        for optimizer, of_recipe in zip(self._8bit, self._state_options, strict=True):
-            loaded = optimizer.state_options
-            optimizer.set_state_options(**(of_recipe if self._from_recipe else loaded))
-            if loaded != of_recipe:
-                # The log has the summary of the state that the recipe describes.
-                log.info("%s: %s", type(optimizer).__name__, optimizer.state_summary)
 
     def _check_override(self, name: str, saved: list[Any], new: list[Any]) -> None:
         """Raise :class:`RecipeError` if the command line gives the option *name*, and the resume ignores it."""

@@ -341,7 +341,18 @@ class StepNumbers:
             sums_here += [numbers[f"metric {name}"] if counts else 0.0 for name in finished.metrics]
         watch = self.straggler_watch
         figures = [] if watch is None else watch.figures_here(finished and finished.forward)
-        here = self._control_here(size or BatchSize(0, 0, 0), stop=stop)
+        size_here = size or BatchSize(0, 0, 0)
+        checkpointer, scheduler = self._loop.checkpointer, self._loop.step_scheduler
+        here = Control(
+            size_here.count,
+            size_here.num_label_tokens,
+            size_here.num_tokens,
+            stop or self._loop.stop_request.wanted,
+            checkpointer is not None and checkpointer.upload_failed,
+            size_here.flops,
+            # Only rank 0's clock counts, so that all ranks save and end at the same step.
+            scheduler.read_clock() if self._layout.is_rank0 else ClockReading(),
+        )
         began = time.monotonic()
         control, sums = here.summed(self._layout.gloo_group, [*sums_here, *figures])
         num_sums = len(sums_here)
@@ -349,25 +360,11 @@ class StepNumbers:
             # Ranks come from another exchange together, so that its wait does not show who is late.
             if size is not None:
                 watch.note_wait(time.monotonic() - began)
-            watch.compare(self._loop.step_scheduler.step, sums[num_sums:])
+            watch.compare(scheduler.step, sums[num_sums:])
         if finished is not None:
             self.pending.popleft()
             self._report(finished, numbers["grad_norm"], sums[:num_sums])
         return control
-
-    def _control_here(self, size: BatchSize, *, stop: bool) -> Control:
-        """What this rank adds to the agreement of all ranks."""
-        checkpointer, scheduler = self._loop.checkpointer, self._loop.step_scheduler
-        return Control(
-            size.count,
-            size.num_label_tokens,
-            size.num_tokens,
-            stop or self._loop.stop_request.wanted,
-            checkpointer is not None and checkpointer.upload_failed,
-            size.flops,
-            # Only rank 0's clock counts, so that all ranks save and end at the same step.
-            scheduler.read_clock() if self._layout.is_rank0 else ClockReading(),
-        )
 
     def _report(self, step: LaunchedStep, grad_norm: float, sums: Sequence[float]) -> None:
         """Log a *step* that is done, and judge it. *sums* are sums over all ranks."""

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.errors import EXIT_USAGE, DeviceMemoryError
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.distributed.kinds.test_training import failure
-from tests.support.runs.training import RECIPE, VALIDATION, write_recipe
+from tests.support.runs.training import RECIPE, VALIDATION, steps_of, with_loop, write_recipe
+from tests.support.runs.training_parts import QueuesSteps
 from tests.support.servers.command_server import CommandServer
 
 LOSS = "--loss_fn={_target_: tests.support.runs.training_parts.runs_out_of_memory, "
@@ -41,6 +43,13 @@ def test_the_report_states_when_how_large_and_what_to_change(
     if "build" not in options:
         assert "longest row" in text
         assert "local_batch_size 4" in text
+
+
+def test_the_step_before_is_logged_although_the_host_was_ahead_of_it(tmp_path: Path) -> None:
+    ahead = with_loop(LLMFinetune, QueuesSteps)
+    error = failure(tmp_path, LOSS + "call: 9, rank: 0}", recipe_class=ahead)
+    assert isinstance(error, DeviceMemoryError)
+    assert [step["step"] for step in steps_of(tmp_path / "run")] == [1, 2, 3]
 
 
 def test_the_rank_without_memory_is_the_root_cause_of_a_run_on_several(
