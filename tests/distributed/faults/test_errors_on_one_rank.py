@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, loader
+from automodel_ckpt.checkpoint.export import copy_engine
 from automodel_ckpt.checkpoint.saving import publisher
 from automodel_ckpt.checkpoint.saving.background import Background
 from automodel_ckpt.checkpoint.saving.planner import Planner
@@ -26,7 +29,7 @@ from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.monitoring import LoggingConfig
 from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
@@ -41,7 +44,10 @@ from automodel_ckpt.training.watch import hang_watch as hang_watch_module
 from automodel_ckpt.training.watch import replicas as replica_check
 from automodel_ckpt.training.watch.hang_watch import HangWatch
 from automodel_ckpt.training.watch.replicas import ReplicaCheck
+from tests.distributed.saves.test_hf_layout import make_base
+from tests.distributed.saves.test_inline_export import by_rows, made_of
 from tests.support import ranks
+from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
 
 _HANG_SECONDS = 6
@@ -369,3 +375,46 @@ def test_all_ranks_raise_it(outcomes: list[dict[str, str]], case: Callable[[Case
         first = "" if rank is None else f"rank {rank}: "
         assert found[case.__name__].startswith(first)
         assert expected in found[case.__name__]
+
+
+def failing_exports(base: Path, root: Path) -> list[str]:
+    """The failures of three exports: on a full disk, after another run took over, and none."""
+    model, assets = made_of(base)
+    by_rows(model)
+    failures: list[Exception] = [
+        OSError(28, os.strerror(28)),
+        LeaseLost("taken over", where="run", value="", hint=""),
+    ]
+    messages = []
+    for step in (20, 40, 60):
+        write = copy_engine.write_all
+        if failures:
+            copy_engine.write_all = Mock(side_effect=failures.pop(0))
+        try:
+            report = tiny.save(
+                root,
+                SimpleNamespace(model=model),
+                step=step,
+                save_consolidated="every",
+                assets={"model": assets},
+            )
+            messages.append(str(report.export_failure))
+        except LeaseLost:
+            messages.append("LeaseLost")
+        finally:
+            copy_engine.write_all = write
+    return messages
+
+
+def test_a_failed_export_is_reported_on_all_ranks_and_leaves_its_checkpoint_intact(
+    tmp_path: Path,
+) -> None:
+    make_base(tmp_path / "base", tied=False)
+    for failed, *others in ranks.run(failing_exports, 2, tmp_path / "base", tmp_path / "run"):
+        assert "rank 0" in failed and "ENOSPC" in failed and "nothing was changed" in failed
+        assert others == ["LeaseLost", "None"]
+    for step in (20, 40, 60):
+        path = tmp_path / f"run/epoch_0_step_{step}"
+        assert is_intact(path, deep=True)
+        exports = [each.name for each in (path / "model").glob("*consolidated*")]
+        assert exports == (["consolidated"] if step == 60 else [])

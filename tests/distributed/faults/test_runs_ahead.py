@@ -24,16 +24,10 @@ from tests.support.runs.training import (
     steps_of,
     with_loop,
 )
+from tests.support.runs.training_parts import QueuesSteps
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "is_nonzero")
 """Operations whose result the host needs: on a GPU it waits for all queued work."""
-
-
-class Ahead(LLMFinetune.loop_class):
-    """Queues its steps, as for a GPU."""
-
-    def queues_work(self) -> bool:
-        return True
 
 
 def in_masks() -> bool:
@@ -93,7 +87,7 @@ class CountingExchanges(LLMFinetune.loop_class):
         return due
 
 
-AheadRecipe = with_loop(Recipe, Ahead)
+AheadRecipe = with_loop(Recipe, QueuesSteps)
 CountedRecipe = with_loop(AheadRecipe, CountingReads)
 
 

@@ -19,10 +19,15 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.base.store_url import scratch_directory
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
 from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
+from automodel_ckpt.checkpoint.memory import nodes
+from automodel_ckpt.checkpoint.run.generation import RunGeneration
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig
 from automodel_ckpt.training.saves.memory_saves import MemorySaves
+from tests.distributed.resume import test_node_directories
+from tests.distributed.resume.test_node_directories import url_of
 from tests.support import ranks
 from tests.support.models.sharded import ShardedTraining
 from tests.support.servers.node_memory import can_enter, enter_node, make_nodes, memory_of_node
@@ -322,3 +327,53 @@ def test_nodes_that_are_lost_absent_or_slow(tmp_path: Path) -> None:
     assert found["absent_node"] == {"base": 2, "abandoned": 0}
     # max_mb_per_second: 0.05, and about 30 kB from each node.
     assert found["slow_copies"] > 0.3
+
+
+# ---------------------------------------------------------------- directories of nodes that upload to an object store
+
+
+def opened_on_shared_storage(base: Path) -> bool:
+    """Open a run whose ranks are on two machines and see the same directory; return whether it is distributed."""
+    rank = dist.get_rank()
+    options = CheckpointOptions(scratch_dir=str(base))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes, "kernel_boot_id", lambda: f"{rank}")
+        checkpointer = Checkpointer(url_of(base), options=options)
+        checkpointer.open()
+        is_distributed = checkpointer.nodes is not None
+        checkpointer.close()
+    return is_distributed
+
+
+def test_nodes_that_share_storage_again_use_it(tmp_path: Path) -> None:
+    root = scratch_directory(url_of(tmp_path), str(tmp_path))
+    root.mkdir()
+    # A mount was missing on a node when the run started before.
+    RunGeneration().next([]).write(root)
+    assert ranks.run(opened_on_shared_storage, 2, tmp_path) == [False, False]
+
+
+def close_while_saving(base: Path) -> list[str]:
+    """Close with an asynchronous save in progress. Rank 1 dies, and its node has not sent its part."""
+    run = test_node_directories.Run(base, dist.get_rank(), is_async=True)
+    with pytest.MonkeyPatch.context() as patch:
+        warnings: list[object] = []
+        patch.setattr(nodes.log, "warning", lambda *text: warnings.append(text))
+        # Without a checkpoint, there is nothing to keep.
+        run.checkpointer.transfers.finish()
+    assert not warnings
+    if dist.get_rank() == 1:
+        directories = run.checkpointer._directories
+        assert directories is not None
+        directories.nodes.contribute = lambda *_: time.sleep(60)  # type: ignore[method-assign]
+    run.checkpointer.save(run.state, step=1, epoch=0, before_publishing=lambda: time.sleep(1.5))
+    if dist.get_rank() == 1:
+        os._exit(0)
+    run.checkpointer.close()
+    return test_node_directories.names_in(run)
+
+
+def test_a_save_in_progress_is_abandoned_if_a_node_ends_without_its_part(tmp_path: Path) -> None:
+    make_nodes(tmp_path, 2)
+    first, _ = ranks.outcomes(close_while_saving, 2, tmp_path)
+    assert first.value == []

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,9 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from automodel_ckpt.checkpoint import HFAssets, SaveReport
-from automodel_ckpt.checkpoint.export import copy_engine
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.errors import LeaseLost
 from tests.distributed.saves.test_hf_layout import make_base
 from tests.support import ranks
 from tests.support.checkpoints import is_intact
@@ -114,49 +110,6 @@ def test_it_is_byte_for_byte_what_consolidation_makes_of_the_shards(
         for n, t in load_file(p).items()
     }
     assert {dtypes.pop("model.norm.weight"), *dtypes.values()} == {torch.float32, torch.bfloat16}
-
-
-def failing_exports(base: Path, root: Path) -> list[str]:
-    """The failures of three exports: on a full disk, after another run took over, and none."""
-    model, assets = made_of(base)
-    by_rows(model)
-    failures: list[Exception] = [
-        OSError(28, os.strerror(28)),
-        LeaseLost("taken over", where="run", value="", hint=""),
-    ]
-    messages = []
-    for step in (20, 40, 60):
-        write = copy_engine.write_all
-        if failures:
-            copy_engine.write_all = Mock(side_effect=failures.pop(0))
-        try:
-            report = tiny.save(
-                root,
-                SimpleNamespace(model=model),
-                step=step,
-                save_consolidated="every",
-                assets={"model": assets},
-            )
-            messages.append(str(report.export_failure))
-        except LeaseLost:
-            messages.append("LeaseLost")
-        finally:
-            copy_engine.write_all = write
-    return messages
-
-
-def test_a_failed_export_is_reported_on_all_ranks_and_leaves_its_checkpoint_intact(
-    tmp_path: Path,
-) -> None:
-    make_base(tmp_path / "base", tied=False)
-    for failed, *others in ranks.run(failing_exports, 2, tmp_path / "base", tmp_path / "run"):
-        assert "rank 0" in failed and "ENOSPC" in failed and "nothing was changed" in failed
-        assert others == ["LeaseLost", "None"]
-    for step in (20, 40, 60):
-        path = tmp_path / f"run/epoch_0_step_{step}"
-        assert is_intact(path, deep=True)
-        exports = [each.name for each in (path / "model").glob("*consolidated*")]
-        assert exports == (["consolidated"] if step == 60 else [])
 
 
 def test_what_a_killed_export_left_goes_at_the_next_start_which_makes_the_export(
