@@ -268,11 +268,10 @@ def main(arguments: list[str]) -> None:
             went_back=job["went_back"],
             every_steps=job["every_steps"],
         )
-        pipe, readable = sys.stdin.fileno(), []
+        pipe = sys.stdin.fileno()
         # Until the other end of the pipe is closed.
-        while not readable or os.read(pipe, 1):
+        while not select.select([pipe], [], [], POLL_SECONDS)[0] or os.read(pipe, 1):
             follower.feed()
-            readable, _, _ = select.select([pipe], [], [], POLL_SECONDS)
         # The default action of SIGALRM ends the process even if a library hangs.
         signal.alarm(LAST_SECONDS)
         follower.close()
