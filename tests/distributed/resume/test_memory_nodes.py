@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,14 @@ from tests.distributed.resume import test_node_directories
 from tests.distributed.resume.test_node_directories import url_of
 from tests.support import ranks
 from tests.support.models.sharded import ShardedTraining
-from tests.support.servers.node_memory import can_enter, enter_node, make_nodes, memory_of_node
+from tests.support.servers.node_memory import (
+    between,
+    can_enter,
+    clear,
+    enter_node,
+    make_nodes,
+    memory_of_node,
+)
 
 pytestmark = pytest.mark.skipif(not can_enter(), reason="mount namespaces need root")
 
@@ -174,15 +180,6 @@ def restore(base: Path, kept: Path) -> None:
             shutil.copytree(path, base / path.name, dirs_exist_ok=True)
 
 
-def clear(directory: Path) -> None:
-    """Remove the content of a directory; the directory itself may be mounted."""
-    for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
 def test_with_a_replica_any_one_node_can_be_lost(tmp_path: Path) -> None:
     base, kept = tmp_path / "run", tmp_path / "kept"
     base.mkdir()
@@ -208,14 +205,6 @@ def test_with_a_replica_any_one_node_can_be_lost(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- several failures in one run
 
 NODES = [0, 0, 1, 1]
-
-
-def between(change: Callable[[], Any]) -> None:
-    """Change files while no rank runs."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        change()
-    dist.barrier()
 
 
 def start(base: Path, **section: Any) -> Run:

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,14 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
 from tests.support.models.sharded import ShardedTraining
-from tests.support.servers.node_memory import can_enter, enter_node, make_nodes, memory_of_node
+from tests.support.servers.node_memory import (
+    between,
+    can_enter,
+    clear,
+    enter_node,
+    make_nodes,
+    memory_of_node,
+)
 
 pytestmark = pytest.mark.skipif(not can_enter(), reason="mount namespaces need root")
 
@@ -117,12 +124,6 @@ def kill_uploads() -> None:
                 os.kill(int(child), signal.SIGKILL)
 
 
-def clear(directory: Path) -> None:
-    """Lose the disk of a node. It may be mounted."""
-    for path in directory.iterdir():
-        shutil.rmtree(path)
-
-
 def names_on(base: Path, node: int) -> list[str]:
     return sorted(path.name for path in directory_of(base, node).glob("epoch_*"))
 
@@ -133,14 +134,6 @@ def check_store(base: Path, step: int) -> None:
     assert name == f"epoch_0_step_{step}"
     assert main(["pull", f"{url_of(base)}/{name}", str(base / f"pulled-{step}")]) == 0
     assert not list((base / "store").rglob(".parts"))
-
-
-def between(change: Callable[[], object]) -> None:
-    """Do something while no rank runs."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        change()
-    dist.barrier()
 
 
 SYNCHRONOUS = {"keep_last": 2}

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+import torch.distributed as dist
 
 _CLONE_NEWNS = 0x00020000
 _MS_REC, _MS_PRIVATE, _MS_BIND = 0x4000, 1 << 18, 0x1000
@@ -42,6 +46,23 @@ def enter_node(base: Path, number: int) -> Path:
     if any(done):
         raise NoMountsError(os.strerror(ctypes.get_errno()))
     return shm
+
+
+def clear(directory: Path) -> None:
+    """Lose what a node has; the directory itself may be mounted."""
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def between(change: Callable[[], object]) -> None:
+    """Do something while no rank runs."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        change()
+    dist.barrier()
 
 
 def can_enter() -> bool:

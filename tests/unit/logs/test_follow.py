@@ -20,6 +20,7 @@ from automodel_ckpt.logs import follow
 from automodel_ckpt.logs.follow import Follower
 from automodel_ckpt.logs.trackers import Tracking, require_trackers
 from tests.support.history import write_run
+from tests.unit.logs.test_track import scalars
 
 
 class Recorder:
@@ -161,15 +162,6 @@ def test_the_command_fails_if_the_tracker_does(
     assert "/no/such/directory" in message and "Traceback" not in message
 
 
-def scalars(run: Path) -> dict[tuple[int, str], float]:
-    """What TensorBoard's own reader finds."""
-    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    accumulator = loader.EventAccumulator(str(run / "tensorboard"), size_guidance={"tensors": 0})
-    accumulator.Reload()
-    tags = accumulator.Tags()["scalars"]
-    return {(event.step, tag): event.value for tag in tags for event in accumulator.Scalars(tag)}
-
-
 def test_training_is_followed_by_a_process_that_ends_with_it(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     run = write_run(tmp_path / "run", num_steps=4, saved=[4])
@@ -207,27 +199,3 @@ def test_trackers_that_cannot_work_are_refused_before_training() -> None:
         require_trackers(["no_such_tracker"], has_logs=True)
     with pytest.raises(RecipeError, match="writes none"):
         require_trackers(["tensorboard"], has_logs=False)
-
-
-def test_a_run_is_sent_afterwards_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tensorboard")
-    run = write_run(tmp_path / "run", num_steps=3)
-    with (run / "training.jsonl").open("a") as log:
-        log.write('{"step": 9223372036854775808, "loss": 1.0}\n{"step": -1, "loss": 1.0}\n')
-    assert main(["track", str(run), "--to", "tensorboard", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 3
-    assert (1, "train/loss") in scalars(run)
-    assert main(["track", str(run), "--to", "tensorboard", "--option", "logdir=x"]) == 2
-    message = capsys.readouterr().err
-    assert "logdir" in message and "use log_dir" in message
-    assert main(["track", str(run), "--to", "tensorboard", "--option", "nonsense"]) == 2
-    assert "invalid option" in capsys.readouterr().err
-
-
-def test_a_library_that_is_missing_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_run(tmp_path / "run", num_steps=1)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["track", str(run), "--to", "wandb"]) == 2
-    assert "pip install wandb" in capsys.readouterr().err

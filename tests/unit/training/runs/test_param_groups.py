@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.trainer import Trainer
 
-from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.keys.optimizer import (
     OptimizerConfig,
     OptimizerGroup,
@@ -26,7 +23,6 @@ from automodel_ckpt.optim.build import FusedAdamW
 from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
 from automodel_ckpt.training.parts.optimizers import build_optimizer
 from automodel_ckpt.training.parts.parameter_groups import trained_parameters
-from tests.support.runs import training
 
 SIZES = {
     "hidden_size": 16,
@@ -132,47 +128,6 @@ def test_muon_trains_matrices_and_adamw_the_rest_as_two_optimizers_would() -> No
             optimizer.load_state_dict(copy.deepcopy(optimizer).state_dict())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, parameters[name]), name
-
-
-class Plain(torch.optim.SGD):
-    """An optimizer of a user, with a required rate and an option of another class."""
-
-    def __init__(self, params: Any, lr: float, betas: Any = None, momentum: float = 0.0) -> None:
-        super().__init__(params, lr=lr, momentum=momentum)
-        for group in self.param_groups:
-            group["weight_decay"] = 0.0 if betas is None else betas[0]
-
-
-@pytest.mark.parametrize(
-    ("section", "group", "logged"),
-    [
-        ("lr: 0.5, weight_decay: 0.0", "_target_: torch.optim.Muon", "Muon lr 0.5 weight decay 0"),
-        ("lr: 0.5, weight_decay: 0.25", "_target_: torch.optim.Muon, lr: 2", "Muon lr 2 0.25"),
-        ("lr: 0.5", "_target_: torch.optim.Muon, weight_decay: 0.125", "Muon lr 0.5 0.125"),
-        ("lr: 0.5, eps: 1e-4", "_target_: torch.optim.Adafactor", "Adafactor lr 0.5 0.01"),
-        (
-            "_target_: torch.optim.SGD, lr: 0.5, weight_decay: 0.25, nesterov: false",
-            "_target_: torch.optim.AdamW",
-            "AdamW lr 0.5 0.25",
-        ),
-        (
-            "lr: 0.5, betas: [0.75, 0.5]",
-            "_target_: tests.unit.training.runs.test_param_groups.Plain",
-            "Plain lr 0.5 0.75",
-        ),
-    ],
-)
-def test_a_group_with_its_own_optimizer_has_the_settings_of_the_section(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], section: str, group: str, logged: str
-) -> None:
-    recipe = training.write_recipe(tmp_path)
-    given = f"--optimizer={{{section}, groups: [{{params: [hidden_matrices], {group}}}]}}"
-    run = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
-    trust = ("--trust", "tests.unit.training.runs.test_param_groups")
-    assert main([str(recipe), given, run, *trust, "--step_scheduler.max_steps=1"]) == 0
-    name, _, rate, *_, decay = logged.split()
-    line = re.compile(rf" {name}, .* \(hidden_matrices\): .*, lr {rate}, weight decay {decay}\n")
-    assert line.search(capfd.readouterr().err)
 
 
 def refusal(section: Any, model: nn.Module | None = None) -> str:

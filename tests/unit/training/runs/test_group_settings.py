@@ -1,0 +1,54 @@
+"""Groups with their own optimizer: the settings that they take from the section, as the log states them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.cli.train import main
+from tests.support.runs import training
+
+
+class Plain(torch.optim.SGD):
+    """An optimizer of a user, with a required rate and an option of another class."""
+
+    def __init__(self, params: Any, lr: float, betas: Any = None, momentum: float = 0.0) -> None:
+        super().__init__(params, lr=lr, momentum=momentum)
+        for group in self.param_groups:
+            group["weight_decay"] = 0.0 if betas is None else betas[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "group", "logged"),
+    [
+        ("lr: 0.5, weight_decay: 0.0", "_target_: torch.optim.Muon", "Muon lr 0.5 weight decay 0"),
+        ("lr: 0.5, weight_decay: 0.25", "_target_: torch.optim.Muon, lr: 2", "Muon lr 2 0.25"),
+        ("lr: 0.5", "_target_: torch.optim.Muon, weight_decay: 0.125", "Muon lr 0.5 0.125"),
+        ("lr: 0.5, eps: 1e-4", "_target_: torch.optim.Adafactor", "Adafactor lr 0.5 0.01"),
+        (
+            "_target_: torch.optim.SGD, lr: 0.5, weight_decay: 0.25, nesterov: false",
+            "_target_: torch.optim.AdamW",
+            "AdamW lr 0.5 0.25",
+        ),
+        (
+            "lr: 0.5, betas: [0.75, 0.5]",
+            "_target_: tests.unit.training.runs.test_group_settings.Plain",
+            "Plain lr 0.5 0.75",
+        ),
+    ],
+)
+def test_a_group_with_its_own_optimizer_has_the_settings_of_the_section(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], section: str, group: str, logged: str
+) -> None:
+    recipe = training.write_recipe(tmp_path)
+    given = f"--optimizer={{{section}, groups: [{{params: [hidden_matrices], {group}}}]}}"
+    run = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+    trust = ("--trust", "tests.unit.training.runs.test_group_settings")
+    assert main([str(recipe), given, run, *trust, "--step_scheduler.max_steps=1"]) == 0
+    name, _, rate, *_, decay = logged.split()
+    line = re.compile(rf" {name}, .* \(hidden_matrices\): .*, lr {rate}, weight decay {decay}\n")
+    assert line.search(capfd.readouterr().err)
