@@ -39,7 +39,9 @@ def named_by_help() -> list[str]:
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         main(["export", "--help"])
-    return "".join(text.getvalue().partition("--to {")[2].partition("}")[0].split()).split(",")
+    names = text.getvalue().partition("--to {")[2].partition("}")[0].split(",")
+    assert names[:2] == ["hf", "gguf"] and len(names) > 9
+    return names
 
 
 # The Trainer's directory needs optimizer state, which this checkpoint does not have.
