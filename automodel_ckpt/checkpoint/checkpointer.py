@@ -317,6 +317,13 @@ class Checkpointer:
         cannot be saved.
         """
         check_state(state)
+        if not isinstance(config_yaml, str):
+            raise RecipeError(
+                "config_yaml must be the text of a YAML file",
+                where="Checkpointer.save",
+                value=type(config_yaml).__name__,
+                hint="pass yaml.safe_dump(settings), or the file's read_text()",
+            )
         name = layout.CheckpointName(step=count("step", step), epoch=count("epoch", epoch))
         losses = plain_numbers("losses", losses or {})
         progress = plain_numbers("progress", progress or {})

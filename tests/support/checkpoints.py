@@ -7,11 +7,19 @@ import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from automodel_ckpt import errors
 from automodel_ckpt.cli.ckpt import main
+
+_ERRORS: dict[int, type[errors.AutomodelError]] = {
+    errors.EXIT_USAGE: errors.RecipeError,
+    errors.EXIT_UNUSABLE: errors.CheckpointUnusable,
+    errors.EXIT_SAVE_FAILED: errors.SaveFailed,
+}
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
@@ -55,3 +63,29 @@ def stored_bytes(checkpoint: Path, tree: str, name: str) -> bytes:
         )
         whole[place] = content.reshape([*each["sizes"], size])
     return whole.tobytes()
+
+
+def consolidate(
+    source: Path,
+    output: Path | None = None,
+    *,
+    cast_dtype: str | None = None,
+    num_procs: int = 1,
+    num_threads: int = 5,
+) -> SimpleNamespace:
+    """Export with ``ckpt consolidate``. Returns what it prints as JSON, and in *said* what it logs.
+
+    Raises the error that its exit code stands for, with what it printed.
+    """
+    words = ["consolidate", str(source), "--json", "--nproc", str(num_procs)]
+    words += ["--num-threads", str(num_threads)]
+    words += ["--output", str(output)] if output is not None else []
+    words += ["--cast-dtype", cast_dtype] if cast_dtype is not None else []
+    printed, logged = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(logged):
+        code = main(words)
+    if code != 0:
+        raise _ERRORS[code](logged.getvalue(), where="", value="", hint="")
+    report = SimpleNamespace(**json.loads(printed.getvalue()), said=logged.getvalue())
+    report.output = Path(report.output)
+    return report

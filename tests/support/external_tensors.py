@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.convert.formats.format import ModelParameter, OptimizerState
-from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.convert.formats.registry import detect, detect_run
+from automodel_ckpt.convert.open import open_source, open_weights
+from automodel_ckpt.errors import CheckpointUnusable
 
 
 def values(path: Path, config: Path | None = None) -> dict[str, torch.Tensor]:
@@ -25,6 +30,42 @@ def values(path: Path, config: Path | None = None) -> dict[str, torch.Tensor]:
     for name, stored in module.tied.items():
         found[name] = found[stored]
     return found
+
+
+def error_of(path: Path) -> str:
+    """Return the error for weights that cannot be read."""
+    with pytest.raises(CheckpointUnusable) as raised:
+        open_weights(path)
+    return str(raised.value)
+
+
+def described(path: Path) -> Any:
+    """Return what is known of the weights in *path* without reading them: names, ties, notes, and what is left out."""
+    return open_source(path)
+
+
+def kind_of(path: Path) -> str:
+    """Return the name of the format of a checkpoint."""
+    known = detect(path)
+    assert known is not None
+    return known.name
+
+
+def training_state_of(path: Path, model: nn.Module | None = None) -> Any:
+    """Return the training state in a checkpoint. Without a *model*, its files must name the parameters."""
+    known = detect_run(path)
+    assert known is not None
+    state = known.training_state(path, (lambda: parameters_of(model)) if model else no_parameters)
+    assert state is not None
+    return state
+
+
+def parameters_of(model: nn.Module) -> list[ModelParameter]:
+    """Return the parameters of a model as formats that number them need them."""
+    return [
+        ModelParameter(name, tuple(parameter.shape), parameter.dim() >= 2)
+        for name, parameter in model.named_parameters()
+    ]
 
 
 def value_of(root: Path, tensor: Tensor) -> torch.Tensor:

@@ -233,8 +233,8 @@ def path_text(directory: Any) -> str:
 
 def check_call(ranks: Any, options: Any, assets: Any) -> None:
     """Raise :class:`RecipeError` for arguments of other kinds, as they are if the names are left out."""
-    values = [(ranks, "world_size"), (options, "model_save_format")]
-    values += [(each, "nbytes") for each in dict(assets or {}).values()]
+    values = [(ranks, "world_size"), (options, "model_save_format"), (assets, "values")]
+    values += [(each, "nbytes") for each in getattr(assets, "values", tuple)()]
     for value, attribute in values:
         if value is not None and (isinstance(value, type) or not hasattr(value, attribute)):
             raise _wrong("this argument has another kind", _CLASS, repr(value), _BY_NAME)
@@ -247,15 +247,19 @@ def check_state(state: object, where: str = _SAVE) -> None:
     of the objects are reported as theirs from then on.
     """
     if not isinstance(state, Mapping) or not state:
-        what = "the state must be a mapping from names to objects"
-        kind = ("an empty " if isinstance(state, Mapping) else "") + type(state).__name__
-        raise _wrong(what, where, kind, _STATE_HINT)
+        raise _wrong(
+            "the state must be a mapping from names to objects", where, repr(state), _STATE_HINT
+        )
     for name, value in state.items():
         if not isinstance(name, str):
             raise _wrong("a name in the state is not text", where, repr(name), _STATE_HINT)
         if not is_stateful(value):
-            what = "an object of the state has no state_dict() and load_state_dict()"
-            raise _wrong(what, f"{where}, {name!r}", type(value).__name__, _STATE_HINT)
+            raise _wrong(
+                "an object of the state has no state_dict() and load_state_dict()",
+                f"{where}, {name!r}",
+                type(value).__name__,
+                _STATE_HINT,
+            )
         register_object(value)
 
 

@@ -46,7 +46,6 @@ def verify(
     """
     if level == "none":
         return []
-    problems: list[Problem] = []
     try:
         contents = FileContents(manifest.trees.values())
     except CheckpointUnusable as error:  # a damaged table
@@ -54,9 +53,8 @@ def verify(
     mine = _share(_tasks(manifest, contents), rank, num_ranks)
     # A file is in a task of some rank: with thousands of files and ranks, no rank checks all sizes.
     my_files = {task.path for task in mine}
-    for path, record in manifest.files.items():
-        if path in my_files and (problem := size_problem(checkpoint, path, record)):
-            problems.append(problem)
+    files = [(path, record) for path, record in manifest.files.items() if path in my_files]
+    problems = [problem for each in files if (problem := size_problem(checkpoint, *each))]
     if problems or level == "size":
         return problems
     with started_pool(num_threads, "verify") or CallingThread() as pool:
@@ -155,16 +153,15 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
                 value = ", ".join(map(str, wrong))
                 what = "the manifest's digests disagree"
                 found[Problem(what, str(checkpoint / path), value, HINT)] = None
-    problems = list(found)
     try:
         for path in unlisted_files(checkpoint, manifest):
             what = "a file that the manifest does not name"
             hint = "remove it if it is not yours; nothing reads it"
-            problems.append(Problem(what, str(checkpoint / path), "", hint))
+            found[Problem(what, str(checkpoint / path), "", hint)] = None
     except OSError as error:
         hint = "check the permissions and the disk"
-        problems.append(os_problem(error, "a directory cannot be read", hint=hint))
-    return problems
+        found[os_problem(error, "a directory cannot be read", hint=hint)] = None
+    return list(found)
 
 
 def unlisted_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:

@@ -116,9 +116,9 @@ def _check_not_mlx(directory: Path, tensors: TensorMap) -> None:
 def _check_numbers(directory: Path, names: Collection[str]) -> None:
     """Raise :class:`CheckpointUnusable` if files are missing, by the numbers in the *names* of the others."""
     present = set(names)
-    for match in filter(None, map(_NUMBERED.fullmatch, names)):
-        for number in range(1, int(match[3]) + 1):
-            missing = f"{match[1]}-{number:05d}-of-{match[3]}.safetensors"
+    for stem, total in {each.group(1, 3) for each in map(_NUMBERED.fullmatch, names) if each}:
+        for number in range(1, int(total) + 1):
+            missing = f"{stem}-{number:05d}-of-{total}.safetensors"
             if missing not in present:
                 raise unusable("a file of weights is missing", directory / missing, "no such file")
 

@@ -41,10 +41,8 @@ def tensor_blocks(
 
 def is_copy(root: Path, copy: Tensor, other_root: Path, original: Tensor) -> bool:
     """Return whether *copy* has the values of *original*, rounded to its dtype. Each is in files below its root."""
-    has_other_dtype = copy.dtype != original.dtype
-    if copy.shape != original.shape:
-        return False
-    if has_other_dtype and not {copy.dtype, original.dtype} <= ORDINARY_FLOATS:
+    dtypes = {copy.dtype, original.dtype}
+    if copy.shape != original.shape or (len(dtypes) > 1 and not dtypes <= ORDINARY_FLOATS):
         return False
     pairs = zip(
         tensor_blocks(root, copy, copy.dtype),

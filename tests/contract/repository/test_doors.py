@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ def test_a_file_with_the_marker_gets_nothing_internal_from_a_helper_that_imports
                 assert name not in passed_on, f"{path}: {module}.{name}"
 
 
+@cache
 def _imported(path: Path) -> list[tuple[str, str, str]]:
     """What a file imports with ``from``: the module, the name there, and the name in the file."""
     return [

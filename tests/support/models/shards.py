@@ -23,6 +23,7 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor
 from automodel_ckpt.checkpoint.saving.save import Assets
+from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.shard_header import shard_header
 
 
@@ -184,3 +185,16 @@ def write_assets(assets: Assets, directory: Path) -> None:
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+
+
+class AdapterFiles:
+    """What stands beside adapters, as little as can be."""
+
+    file_index_mapping: Mapping[str, int] = {}
+    maps = BaseMaps(is_adapter=True)
+    files: Mapping[str, bytes] = {"adapter_config.json": b"{}"}
+    nbytes = 2
+
+    def write(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "adapter_config.json").write_bytes(b"{}")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from automodel_ckpt.checkpoint.export.export_manifest import export_problems
 from automodel_ckpt.cli.ckpt import main
+from tests.support.checkpoints import is_intact
 from tests.support.servers.hub_server import (
     PART_BYTES,
     TOKEN,
@@ -59,7 +59,7 @@ def test_a_run_is_pushed_with_its_card_and_pulled_again(
     document = json.loads(capsys.readouterr().out)
     assert document["has_manifest"] and document["commit"] == repository.branches["main"]
     assert listing(target) == uploaded
-    assert not export_problems(target)
+    assert is_intact(target)
     # A directory with files is not overwritten.
     assert main(["pull", TARGET, str(target)]) == 2
 

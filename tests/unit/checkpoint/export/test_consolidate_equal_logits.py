@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
-from automodel_ckpt.checkpoint.state.module_tensors import module_state
+from automodel_ckpt.checkpoint import HFAssets
+from tests.support.checkpoints import consolidate
 from tests.support.models.shards import cut, write_assets, write_checkpoint
 from tests.support.servers.command_server import CommandServer
 
@@ -52,7 +51,10 @@ def tiny_llama(tied: bool, dtype: torch.dtype) -> Any:
 def export(place: Path, tied: bool, dtype: torch.dtype, dim: int) -> Any:
     """Export a model to *place*/c/model/consolidated, from three shards cut along *dim*; returns it."""
     model = tiny_llama(tied, dtype)
-    state, ties = module_state(model)
+    state, ties = model.state_dict(), {}
+    if tied:
+        del state["lm_head.weight"]
+        ties["lm_head.weight"] = "model.embed_tokens.weight"
     write_assets(HFAssets.from_model(model), place / "c" / "model" / ".hf_metadata")
     write_checkpoint(
         place / "c", state, [p for f, t in state.items() for p in cut(f, t, 3, dim)], tied=ties

@@ -19,12 +19,22 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.cli.ckpt import main
 from tests.support import ranks
+from tests.support.external_tensors import error_of
 from tests.support.models import tiny
 from tests.support.models.shards import bits
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS_OF_8_BITS = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+DTYPES = (torch.bool, *INTEGERS, *UNSIGNED, *FLOATS, *FLOATS_OF_8_BITS)
 
 
 def save(directory: Path, state: dict[str, Any]) -> Path:
@@ -39,14 +49,15 @@ def save(directory: Path, state: dict[str, Any]) -> Path:
 
 
 def export(directory: Path) -> dict[str, torch.Tensor]:
-    output = consolidate(directory, output=directory.parent / "out", opener=open_source).output
+    output = directory.parent / "out"
+    assert main(["export", str(directory), "-o", str(output)]) == 0
     return {fqn: t for file in output.glob("*.safetensors") for fqn, t in load_file(file).items()}
 
 
 def weights() -> dict[str, torch.Tensor]:
     """One tensor of each dtype and odd shape, views and all."""
     base = torch.arange(24.0)
-    found = {f"d.{code}": base[:6].to(dtype).reshape(2, 3) for code, dtype in tiny_dtypes().items()}
+    found = {f"d.{dtype}": base[:6].to(dtype).reshape(2, 3) for dtype in DTYPES}
     return found | {
         "scalar": torch.tensor(3),
         "empty": torch.empty(0, 3),
@@ -55,12 +66,6 @@ def weights() -> dict[str, torch.Tensor]:
         "parameter": torch.nn.Parameter(base.reshape(2, 3, 4)),
         "ünï/code \x1b": base[:1].clone(),
     }
-
-
-def tiny_dtypes() -> dict[str, torch.dtype]:
-    from automodel_ckpt.checkpoint.formats.description import DTYPES
-
-    return {code: dtype for code, dtype in DTYPES.items() if code not in ("F8_E8M0", "C64", "C128")}
 
 
 def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -101,14 +106,16 @@ def test_a_layout_of_two_ranks_with_both_dimensions_cut_is_put_together(tmp_path
     assert_same(export(tmp_path / "dcp"), want)
 
 
-def test_our_own_dcp_model_exports_the_same_when_its_manifest_is_gone(tmp_path: Path) -> None:
+def test_our_own_dcp_model_exports_the_same_when_its_manifest_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = tiny.recipe()
     checkpoint = tiny.save(
         tmp_path, made, model_save_format="torch_save", save_consolidated=False
     ).path
     (checkpoint / "MANIFEST.json").unlink()
-    report = consolidate(checkpoint / "model", output=tmp_path / "out", opener=open_source)
-    assert not report.checked and "unchecked" in report.warnings[0]
+    assert main(["export", str(checkpoint / "model"), "-o", str(tmp_path / "out")]) == 0
+    assert "unchecked" in capsys.readouterr().err
     found = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
     assert_same(found, {fqn: t for fqn, t in made.model.state_dict().items() if fqn != "head"})
 
@@ -122,10 +129,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_nothing_but_optimizer_state_or_values_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointUnusable, match="no tensors"):
-        consolidate(
-            save(tmp_path / "dcp", {"step": 5}), output=tmp_path / "out", opener=open_source
-        )
+    assert "no tensors" in error_of(save(tmp_path / "dcp", {"step": 5}))
 
 
 @pytest.mark.parametrize(
@@ -140,5 +144,4 @@ def test_a_file_of_dcp_that_is_a_link_or_a_pipe_is_rejected(
 ) -> None:
     directory = save(tmp_path / "dcp", {"model": weights()})
     spoil(next(directory.glob("*.distcp")))
-    with pytest.raises(CheckpointUnusable, match=message):
-        export(directory)
+    assert message in error_of(directory)

@@ -220,15 +220,6 @@ def test_files_that_do_not_fit_the_manifest_are_not_opened(
         assert "export" in str(raised.value)
 
 
-def test_a_side_file_is_compared_when_it_is_read(export: Path) -> None:
-    manifest = ExportManifest.read(export)
-    index = (export / layout.HF_INDEX).read_bytes()
-    manifest.check_bytes(layout.HF_INDEX, index)
-    manifest.check_bytes("README.md", b"added by somebody else")
-    with pytest.raises(CheckpointUnusable, match="digest does not match"):
-        manifest.check_bytes(layout.HF_INDEX, index + b" ")
-
-
 def test_a_part_of_a_row_is_a_slice_too(export: Path) -> None:
     """Rank 2 holds columns 16..24 of the only row of "b"."""
     piece = open_source(export).tensors["b"].slices[2]

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest, discover
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.errors import RecipeError
+from tests.support.checkpoints import consolidate
 from tests.support.models import tiny
 from tests.support.models.shards import cut, write_checkpoint
 
@@ -52,20 +51,12 @@ def test_a_model_that_needs_no_export_is_reported_with_its_numbers(tmp_path: Pat
     saver.save(discover(tiny.recipe()), step=1, epoch=0)
     saver.close()
     checkpoint = tmp_path / "epoch_0_step_1"
-    lines: list[str] = []
     started = time.monotonic()
-    report = consolidate(checkpoint, log=lines.append)
+    report = consolidate(checkpoint)
     assert 0 <= report.seconds <= time.monotonic() - started
     tensors = Manifest.read(checkpoint).trees["model"].tensors
     assert report.num_tensors == len(tensors) > 1
     assert report.num_files == len({tensor.slices[0].file for tensor in tensors.values()})
     assert report.nbytes == sum(tensor.nbytes for tensor in tensors.values()) > 0
     assert report.output == checkpoint / "model" and report.checked
-    assert "nothing to do" in lines[-1] and not (report.output / "consolidated").exists()
-
-
-@pytest.mark.parametrize("number", [0, -1, 10**8])
-def test_numbers_of_workers_have_limits(number: int) -> None:
-    for name in ("num_procs", "num_threads"):
-        with pytest.raises(RecipeError, match="from 1 to 1024"):
-            consolidate("missing", **{name: number})
+    assert "nothing to do" in report.said and not (report.output / "consolidated").exists()

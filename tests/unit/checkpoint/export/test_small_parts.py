@@ -19,24 +19,7 @@ from automodel_ckpt.checkpoint.sources.source import open_checkpoint
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models.shards import cut, write_checkpoint
 
-# ---------------------------------------------------------------- records and indexes
-
-
 # ---------------------------------------------------------------- exports and slices
-
-
-def test_every_file_of_an_export_that_is_missing_or_of_another_size_is_reported(
-    tmp_path: Path,
-) -> None:
-    for name, text in (("a", "aa"), ("b", "bbb"), ("c", "c")):
-        (tmp_path / name).write_text(text)
-    record = {name: (DigestedRange(0, 2, digest_of(b"aa")),) for name in "abcd"}
-    problems = ExportManifest(tmp_path, record).problems(level="size")
-    assert [Path(problem.where).name for problem in problems] == ["b", "c", "d"]
-    only = ExportManifest(tmp_path, record).problems(level="size", only={"a", "c"})
-    assert [Path(problem.where).name for problem in only] == ["c"]
-    assert ExportManifest(tmp_path, record).problems(level="none") == []
-    assert ExportManifest(tmp_path, record).problems(only={"a"}) == []
 
 
 def test_a_link_in_an_export_is_damage_except_in_the_cache_of_the_hub(tmp_path: Path) -> None:

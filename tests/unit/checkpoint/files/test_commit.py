@@ -148,14 +148,6 @@ def test_a_new_export_is_durable_before_the_old_one_is_deleted_without_a_swap(
     assert ("fsync", tmp_path.name) in calls[renamed:deleted]
 
 
-def test_a_pointer_is_swapped_and_never_absent(tmp_path: Path) -> None:
-    commit.point(tmp_path, "LATEST", "epoch_0_step_20")
-    commit.point(tmp_path, "LATEST", "epoch_0_step_40")
-    assert os.readlink(tmp_path / "LATEST") == "epoch_0_step_40"
-    assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40"
-    assert [path.name for path in tmp_path.iterdir()] == ["LATEST"]
-
-
 def test_a_directory_that_a_copy_left_in_a_pointers_place_makes_way(tmp_path: Path) -> None:
     for attempt in range(2):
         (tmp_path / "LATEST").unlink(missing_ok=True)

@@ -72,21 +72,6 @@ def test_each_kind_of_name_is_told_from_all_others() -> None:
     assert layout.export_of(f".other.staging-{UNIQUE}") is None
 
 
-def test_files_of_ranks_have_the_rank_in_their_name() -> None:
-    assert layout.rank_file("x", "dp_rank", 2, 1, only_dp=False) == "x/x_dp_rank_1.pt"
-    assert layout.rank_file("x", "rank_rng", 2, 2, only_dp=True) == "x/x_dp_rank_2.pt"
-    assert layout.rank_file("x", "rank_rng", 2, 1, only_dp=False) == "x/x_global_rank_2.pt"
-    assert layout.rank_file("x", "rank", 2, 1, only_dp=True) == "x/x_global_rank_2.pt"
-    assert (
-        layout.shard_file("model", 0, 1, 2) == "model/shard-00001-model-00001-of-00002.safetensors"
-    )
-    assert layout.objects_file("model", 1) == "model/objects-00002.bin"
-    assert layout.distcp_file("model", 1) == "model/__1_0.distcp"
-    assert layout.state_directory("optimizer") == "optim"
-    assert layout.state_directory("model") == "model"
-    assert layout.escape_key("a/b.c~d e_f-1") == "a%2Fb%2Ec%7Ed%20e_f-1"
-
-
 @pytest.mark.parametrize(
     ("path", "why"),
     [

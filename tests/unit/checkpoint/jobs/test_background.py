@@ -11,7 +11,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from automodel_ckpt.checkpoint import Manifest, SaveReport, discover
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.saving import host_memory
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.errors import ExportFailed, SaveFailed
 from tests.support import ranks
 from tests.support.models import tiny
+from tests.support.models.shards import AdapterFiles
 
 NUM_SAVES = int(os.environ.get("ASYNC_SAVES", "10"))
 """`make crash` asks for 200."""
@@ -105,19 +105,6 @@ def resources(saver: Saver) -> tuple[int, int, int, int]:
     pids = ["self", saver.writer]
     files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
     return files[0], threading.active_count(), files[1], sum(map(resident_bytes, pids))
-
-
-class AdapterFiles:
-    """What stands beside adapters, as little as can be."""
-
-    file_index_mapping: Mapping[str, int] = {}
-    maps = BaseMaps(is_adapter=True)
-    files: Mapping[str, bytes] = {"adapter_config.json": b"{}"}
-    nbytes = 2
-
-    def write(self, directory: Path) -> None:
-        directory.mkdir()
-        (directory / "adapter_config.json").write_bytes(b"{}")
 
 
 FORMATS: dict[str, dict[str, Any]] = {

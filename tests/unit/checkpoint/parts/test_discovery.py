@@ -80,10 +80,6 @@ def test_one_object_under_two_names_is_stored_once_under_the_first() -> None:
     assert (item.name, item.aliases) == ("first", ("second",))
 
 
-def test_untracked_names_are_left_out() -> None:
-    assert list(discover(recipe(kept=Duck(), left=Duck(), untracked={"left"}))) == ["kept"]
-
-
 def test_what_is_passed_over_is_told_with_the_reason() -> None:
     held = recipe(
         kept=Duck(),

@@ -19,7 +19,6 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
 from automodel_ckpt.checkpoint.parts import manifest as manifest_module
 from automodel_ckpt.checkpoint.parts.commit import reserve
 from automodel_ckpt.checkpoint.parts.manifest import (
-    NOT_SAVED,
     Blob,
     Manifest,
     StateRecord,
@@ -262,12 +261,3 @@ def test_a_manifest_above_the_limit_is_rejected_before_it_is_read(
     for read in (Manifest.read, Summary.read):
         with pytest.raises(CheckpointUnusable, match="too large"):
             read(tmp_path)
-
-
-def test_what_was_saved_and_what_was_left_out_is_known_by_every_name() -> None:
-    manifest = example()
-    assert manifest.saved == {"model", "rng", "other"} and manifest.left_out == frozenset()
-    state = {**manifest.state, "optimizer": StateRecord("optimizer", NOT_SAVED, "optim/")}
-    lacking = replace(manifest, state=state)
-    assert lacking.saved == {"model", "rng", "other"} and lacking.left_out == {"optimizer"}
-    assert manifest.nbytes == 24

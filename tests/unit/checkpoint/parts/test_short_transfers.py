@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
+from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
 
 _MOST = 1000
@@ -40,8 +39,7 @@ def test_what_is_written_and_read_in_short_transfers_is_whole(
     made.model.register_buffer("large", torch.arange(5000.0))
     tiny.train(made)
     path = tiny.save(tmp_path, made, **options).path
-    manifest = Manifest.read(path)
-    assert verify(path, manifest) == [] and verify_deep(path, manifest) == []
+    assert is_intact(path, deep=True)
     other = tiny.recipe(seed=2)
     other.model.register_buffer("large", torch.zeros(5000))
     assert tiny.load(tmp_path, other) is not None

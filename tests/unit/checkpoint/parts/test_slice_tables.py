@@ -269,6 +269,3 @@ def test_a_verification_reports_the_damage_of_a_table_of_files_that_all_ranks_wr
         assert [problem.where for problem in found] == [str(path / "model/.slices")]
     assert ckpt(["verify", "--deep", str(path)]) == 3
     assert capsys.readouterr().out.count("the table of the checkpoint's slices is damaged") == 1
-
-
-# ---------------------------------------------------------------- formulas

@@ -21,7 +21,7 @@ FINE: dict[str, Any] = {"state": {"model": MODEL}, "step": 1, "epoch": 0}
     [
         ({"state": MODEL}, r"must be a mapping[\s\S]*Linear[\s\S]*\"model\": model"),
         ({"state": [MODEL]}, "must be a mapping"),
-        ({"state": {}}, r"must be a mapping[\s\S]*an empty dict"),
+        ({"state": {}}, r"must be a mapping"),
         (
             {"state": {"model": MODEL.state_dict()}},
             r"'model'[\s\S]*itself[\s\S]*not its state_dict",

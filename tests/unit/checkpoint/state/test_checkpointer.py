@@ -9,6 +9,7 @@ import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,16 +19,27 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from automodel_ckpt.checkpoint import Checkpointer, Manifest, discover
-from automodel_ckpt.checkpoint.export.export_manifest import export_problems as verify_export
-from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.run.notes import recall_verifications
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.common.checkpoint_rows import rows_of
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
-from tests.unit.checkpoint.jobs.test_background import AdapterFiles
+from tests.support.models.shards import AdapterFiles
 
 FORMATS = ["safetensors", "torch_save"]
+Capture = pytest.CaptureFixture[str]
+
+
+def best(root: Path) -> str | None:
+    """The checkpoint that LOWEST_VAL points to."""
+    link = root / "LOWEST_VAL"
+    return os.readlink(link) if link.is_symlink() else None
+
+
+def listed(root: Path, capsys: Capture) -> dict[int, dict[str, Any]]:
+    """What ``ckpt ls`` shows of each step."""
+    capsys.readouterr()
+    assert main(["ls", str(root), "--json"]) == 0
+    return {row["step"]: row for row in json.loads(capsys.readouterr().out)}
 
 
 def tree(root: Path) -> list[str]:
@@ -211,7 +223,7 @@ def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
     "file", ["model/shard-00001-model-00001-of-00001.safetensors", "optim/__0_0.distcp"]
 )
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(
-    tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture, capsys: Capture
 ) -> None:
     made = tiny.recipe()
     tiny.save(tmp_path, made, step=20)
@@ -230,7 +242,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(
         resumed = tiny.load(tmp_path, tiny.recipe())
     assert resumed is not None and resumed.step == 20
     assert file in caplog.text and f"tensor {tensor.fqn}" in caplog.text
-    assert not recall_verifications(tmp_path)[path.name].ok  # which `ckpt ls` shows
+    assert listed(tmp_path, capsys)[40]["damaged"]
 
 
 def test_when_none_is_left_or_the_named_one_is_bad_a_table_says_why(tmp_path: Path) -> None:
@@ -308,13 +320,13 @@ def test_lowest_val_moves_only_to_a_strictly_better_value(
         tiny.save(
             tmp_path, tiny.recipe(), step=index + 1, losses=losses, validated=value is not None
         )
-        pointed.append(commit.pointed(tmp_path, "LOWEST_VAL"))
+        pointed.append(best(tmp_path))
     assert pointed == ["epoch_0_step_1"] + ["epoch_0_step_2"] * 5
 
 
 def test_without_validation_there_is_no_lowest_val(tmp_path: Path) -> None:
     tiny.save(tmp_path, tiny.recipe(), losses={"val_loss": 1.0}, validated=False)
-    assert commit.pointed(tmp_path, "LOWEST_VAL") is None
+    assert best(tmp_path) is None
 
 
 def test_the_two_log_lines_are_word_for_word(
@@ -392,7 +404,7 @@ def test_the_forecast_before_the_first_step_is_within_a_tenth_of_the_truth(
 def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("automodel_ckpt.checkpoint.saving.planner.free_bytes", lambda _: 1000)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=100))
     saver, made = tiny.checkpointer(tmp_path), tiny.recipe()
     with pytest.raises(SaveFailed, match=r"does not fit on the disk[\s\S]*1.0 kB are free"):
         saver.check_disk_space(discover(made))
@@ -413,11 +425,11 @@ def validated(root: Path, **values: float) -> None:
 @pytest.mark.parametrize("wrong", ["epoch_0_step_1", "epoch_0_step_9", None])
 def test_a_start_mends_lowest_val_whatever_latest_says(tmp_path: Path, wrong: str | None) -> None:
     validated(tmp_path, s1=3.0, s2=1.0, s3=0.5)
-    commit.unpoint(tmp_path, "LOWEST_VAL")
+    (tmp_path / "LOWEST_VAL").unlink()
     if wrong:
-        commit.point(tmp_path, "LOWEST_VAL", wrong)
+        (tmp_path / "LOWEST_VAL").symlink_to(wrong)
     tiny.load(tmp_path, tiny.recipe())
-    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_3"
+    assert best(tmp_path) == "epoch_0_step_3"
 
 
 def test_a_checkpoint_that_is_validated_later_ranks_from_then_on_here_and_in_copies(
@@ -428,14 +440,15 @@ def test_a_checkpoint_that_is_validated_later_ranks_from_then_on_here_and_in_cop
     tiny.save(run, tiny.recipe(), step=20)
     whole = {path: path.read_bytes() for path in run.glob("epoch*/**/*") if path.is_file()}
     later(run, val_loss=1.0)
-    assert commit.pointed(run, "LOWEST_VAL") == "epoch_0_step_20"
+    assert best(run) == "epoch_0_step_20"
     assert {path: path.read_bytes() for path in run.glob("epoch*/**/*") if path.is_file()} == whole
     validated(run, s30=1.5)
     shutil.copytree(run, copied, ignore=shutil.ignore_patterns("L*"))
     for root in (run, copied):
         tiny.load(root, tiny.recipe())
-        assert commit.pointed(root, "LOWEST_VAL") == "epoch_0_step_20"
-        assert {row.step: row.val_loss for row in rows_of(root)} == {10: 2.0, 20: 1.0, 30: 1.5}
+        assert best(root) == "epoch_0_step_20"
+        losses = {step: row["val_loss"] for step, row in listed(root, capsys).items()}
+        assert losses == {10: 2.0, 20: 1.0, 30: 1.5}
         assert main(["show", str(root / "epoch_0_step_20"), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["losses"]["val_loss"] == 1.0
 
@@ -461,14 +474,12 @@ def test_a_later_validation_counts_only_for_the_very_checkpoint_and_where_it_can
     later(tmp_path, val_loss=1.0)
     shutil.rmtree(tmp_path / "epoch_0_step_20")
     tiny.save(tmp_path, tiny.recipe(1), step=20)
-    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_10", (
-        "the name is another checkpoint's now"
-    )
+    assert best(tmp_path) == "epoch_0_step_10", "the name is another checkpoint's now"
     (tmp_path / "late_validations.json").write_text(content)
     tiny.load(tmp_path, tiny.recipe())
-    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_10"
+    assert best(tmp_path) == "epoch_0_step_10"
     later(tmp_path, val_loss=0.5)
-    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_20"
+    assert best(tmp_path) == "epoch_0_step_20"
 
 
 def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path: Path) -> None:
@@ -485,7 +496,7 @@ def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path:
         validated=True,
     )
     saver.close()
-    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_20"
+    assert best(tmp_path) == "epoch_0_step_20"
 
 
 def with_unused(seed: int, **options: Any) -> Any:
@@ -572,7 +583,7 @@ def test_the_export_of_a_save_has_all_tensors_and_verifies(tmp_path: Path) -> No
     expected = {name: value for name, value in made.model.state_dict().items() if name != "head"}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert verify_export(exported) == []
+    assert is_intact(exported)
 
 
 def save_losses(saver: Checkpointer, *losses: float) -> None:

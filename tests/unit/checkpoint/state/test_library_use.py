@@ -61,6 +61,7 @@ def file(run: Path) -> Path:
 
 
 ANY: Any = None
+ANYTHING: Any = 1
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no path": (lambda run: Checkpointer(ANY), "not the path of a directory"),
     "empty path": (lambda run: Checkpointer(""), "not the path of a directory"),
@@ -68,10 +69,11 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "file": (lambda run: Checkpointer(file(run)), "not the path of a directory"),
     "options by position": (lambda run: Checkpointer(run, CheckpointOptions()), "arguments by name"),  # type: ignore[arg-type]
     "a mapping of options": (
-        lambda run: Checkpointer(run, options={"keep_last": 1}),  # type: ignore[arg-type]
+        lambda run: Checkpointer(run, options={"keep_last": 1}),
         "options=CheckpointOptions(",
     ),
     "assets": (lambda run: Checkpointer(run, assets={"model": 1}), "HFAssets.from_model"),  # type: ignore[dict-item]
+    "one of the assets": (lambda run: Checkpointer(run, assets=ANYTHING), "HFAssets.from_model"),
     "one name": (lambda run: load(run, STATE, allow_missing_state="optimizer"), "a list of names"),
     "a step": (lambda run: load(run, STATE, keep_steps=5), "a list of whole numbers"),
     "restore_from": (lambda run: load(run, STATE, restore_from=3), "use a name or a path"),
@@ -89,6 +91,8 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         "add the optimizer to the state",
     ),
     "step": (lambda run: save(run, step=10**30), "a whole number from 0 to"),
+    "config": (lambda run: save(run, config_yaml={"a": 1}), "yaml.safe_dump(settings)"),
+    "no state": (lambda run: save(run, {}), "a mapping from names to objects"),
     "losses": (lambda run: save(run, losses=0.5), "losses must be a mapping"),
     "a loss": (lambda run: save(run, losses={"a": object()}), "cannot be written as JSON"),
     "code": (

@@ -9,19 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.state.fill_modules import set_module_state
-from automodel_ckpt.checkpoint.state.module_tensors import module_state
+from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
-
-
-def read(module: nn.Module) -> None:
-    """Fill the tensors of the state with twos, and load it."""
-    state, tied = module_state(module)
-    for value in state.values():
-        value.fill_(2)
-    set_module_state(module, state, tied, strict=True)
 
 
 def sharing(how: str, seed: int) -> SimpleNamespace:

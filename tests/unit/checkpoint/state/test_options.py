@@ -12,7 +12,6 @@ import torch
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.errors import RecipeError
-from tests.support.models import tiny
 
 
 def test_options_have_the_defaults_of_a_recipes_section() -> None:
@@ -26,16 +25,6 @@ def test_options_have_the_defaults_of_a_recipes_section() -> None:
 
 def save_once(checkpointer: Checkpointer, state: dict[str, object]) -> Path:
     return checkpointer.save(state, step=1, epoch=0).path
-
-
-def test_a_checkpointer_needs_only_a_directory(tmp_path: Path) -> None:
-    with contextlib.closing(Checkpointer(tmp_path / "run")) as checkpointer:
-        path = save_once(checkpointer, {"model": torch.nn.Linear(2, 2), "counter": tiny.Counter(7)})
-    assert path == tmp_path / "run" / "epoch_0_step_1"
-    counter = tiny.Counter()
-    with contextlib.closing(Checkpointer(tmp_path / "run")) as checkpointer:
-        resumed = checkpointer.load({"model": torch.nn.Linear(2, 2), "counter": counter})
-    assert resumed is not None and resumed.step == 1 and counter.value == 7
 
 
 def test_a_recipes_section_is_accepted_as_options(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.run.lease import Lease
+from automodel_ckpt import Checkpointer
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.open import open_weights
+from tests.support.checkpoints import manifest_of
+from tests.support.external_tensors import values
 from tests.support.models.shards import checkpoint_in, cut, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -111,11 +111,11 @@ def test_a_weighted_average_is_the_weighted_mean_and_keeps_dtypes_and_side_files
     assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in tensors[0].items()}
     checkpoint = tmp_path / "out" / "epoch_0_step_0"
     assert (checkpoint / "model" / "tokenizer.json").read_text() == '"m0"'
-    lineage = Manifest.read(checkpoint).lineage
+    lineage = manifest_of(checkpoint)["lineage"]
     assert [source["weight"] for source in lineage["averaged_from"]] == [0.5, 0.25, 0.25]
     assert [source["path"] for source in lineage["averaged_from"]] == paths
     # Other programs and a new run read the result.
-    assert open_weights(tmp_path / "out").modules["model"].tensors.keys() == found.keys()
+    assert values(tmp_path / "out").keys() == found.keys()
 
 
 def test_a_result_that_cannot_be_written_is_no_failed_import(
@@ -133,9 +133,10 @@ def test_a_result_that_cannot_be_written_is_no_failed_import(
     assert main(["average", *paths, "-o", str(tmp_path / "link")]) == 2
     message = capsys.readouterr().err
     assert "is a link to a directory that does not exist" in message
-    lease = Lease(tmp_path / "out")
+    holder = Checkpointer(tmp_path / "out")
+    holder.save({"model": torch.nn.Linear(1, 1)}, step=8, epoch=0)
     assert main(["average", *paths, "-o", str(tmp_path / "out"), "--step", "9"]) == 2
-    lease.release()
+    holder.close()
     message += capsys.readouterr().err
     assert "wait until it ends" in message and "checkpoint_dir" not in message
 

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.cli.ckpt import main
 from tests.support import ranks
 from tests.support.models import tiny
 from tests.support.models.shards import bits
@@ -53,11 +52,12 @@ def quietly() -> Iterator[None]:
 
 @pytest.mark.parametrize("form", ["safetensors", "torch_save"])
 @pytest.mark.parametrize("inner", [".", "model"])
-def test_what_automodel_saved_is_exported_as_it_was(tmp_path: Path, form: str, inner: str) -> None:
-    report = consolidate(
-        FIXTURES / form / "epoch_0_step_1" / inner, output=tmp_path / "out", opener=open_source
-    )
-    assert not report.checked and any("unchecked" in warning for warning in report.warnings)
+def test_what_automodel_saved_is_exported_as_it_was(
+    tmp_path: Path, form: str, inner: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = FIXTURES / form / "epoch_0_step_1" / inner
+    assert main(["export", str(source), "-o", str(tmp_path / "out")]) == 0
+    assert "unchecked" in capsys.readouterr().err
     assert_same(exported(tmp_path / "out"), load_file(FIXTURES / "expected.safetensors"))
 
 
@@ -86,7 +86,7 @@ def shards_by_torch(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_what_pytorchs_hf_writer_saved_is_exported_as_it_was(tmp_path: Path) -> None:
     whole = shards_by_torch(tmp_path / "torch")
-    consolidate(tmp_path / "torch", output=tmp_path / "out", opener=open_source)
+    assert main(["export", str(tmp_path / "torch"), "-o", str(tmp_path / "out")]) == 0
     assert_same(exported(tmp_path / "out"), whole)
 
 

@@ -7,16 +7,14 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.imports.import_checkpoint import ImportOptions, prepare
-from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.external_tensors import described, values
 from tests.support.models.llamas import llama_checkpoint
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "torchtitan"
@@ -53,7 +51,7 @@ def test_only_weights_are_imported_and_one_line_says_so(
     assert "not imported: the names in the optimizer are torchtitan's" in capsys.readouterr().out
     assert ckpt.main([*command, "--training-state"]) == 3
     assert "the names in the optimizer are torchtitan's" in capsys.readouterr().err
-    assert "layers.1.attention.qkv_linear.wq.weight" in open_source(checkpoint).tensors
+    assert "layers.1.attention.qkv_linear.wq.weight" in described(checkpoint).tensors
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
@@ -61,25 +59,17 @@ def test_names_of_older_versions_are_converted(
     checkpoint: Path, tmp_path: Path, model_type: str
 ) -> None:
     """Mistral's consolidated.safetensors has the names of Meta's files, too."""
-    from safetensors.numpy import save_file
-
-    source = open_source(checkpoint)
-    older = {}
-    for name, tensor in source.tensors.items():
+    older = {"freqs_cis": torch.zeros(2, 4)}
+    for name, tensor in values(checkpoint).items():
         old = "output.weight" if name == "lm_head.weight" else name.replace("qkv_linear.", "")
-        older[old] = np.array(whole(source.root, tensor))
-    older["freqs_cis"] = np.zeros((2, 4), np.float32)
+        older[old] = tensor
     save_file(older, tmp_path / "model.safetensors")
-    expected = prepare(checkpoint, tmp_path / "run", ImportOptions(config=CONFIG)).weights
+    expected = values(checkpoint, CONFIG)
     config = json.loads((CONFIG / "config.json").read_text()) | {"model_type": model_type}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = prepare(
-        tmp_path / "model.safetensors", tmp_path / "run", ImportOptions(config=tmp_path)
-    ).weights
-    assert found.tensors.keys() == expected.tensors.keys()
-    for name, tensor in expected.tensors.items():
-        one, other = whole(found.root, found.tensors[name]), whole(expected.root, tensor)
-        assert np.array_equal(one, other), name
+    found = values(tmp_path / "model.safetensors", tmp_path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -87,14 +77,12 @@ def test_an_export_in_torchtitans_names_is_converted_back(tied: bool, tmp_path: 
     model = llama_checkpoint(tmp_path / "c", tied=tied)
     exported = tmp_path / "c-dcp"
     assert ckpt.main(["export", str(tmp_path / "c"), "--to", "dcp", "--names", "torchtitan"]) == 0
-    names = open_source(exported).tensors.keys()
+    names = described(exported).tensors.keys()
     assert {"lm_head.weight", "layers.0.attention.qkv_linear.wk.weight"} <= names
     config = tmp_path / "config"
     model.config.save_pretrained(config)
-    back = prepare(exported, tmp_path / "run", ImportOptions(config=config)).weights
-    for name, value in model.state_dict().items():
-        found = np.array(whole(back.root, back.tensors[name]))
-        assert np.array_equal(found, value.numpy()), name
+    back = values(exported, config)
+    assert all(torch.equal(back[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -113,4 +101,4 @@ def test_a_config_of_another_model_is_an_error(
     content = json.loads((CONFIG / "config.json").read_text()) | {key: value}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointUnusable, match=message):
-        prepare(checkpoint, tmp_path / "run", ImportOptions(config=tmp_path))
+        values(checkpoint, tmp_path)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
+from tests.support.checkpoints import manifest_of
 
 TRAINER = Path(__file__).parents[3] / "fixtures" / "trainer" / "checkpoint-5"
 
@@ -52,8 +52,8 @@ def test_the_options_and_numbers_of_other_adams_are_kept(
     command = ["import", str(source), str(tmp_path / "run"), "--training-state"]
     assert main([*command, "--config", str(TRAINER)]) == 0
     (checkpoint,) = (tmp_path / "run").glob("epoch_*")
-    tree = Manifest.read(checkpoint).trees["optimizer"]
-    entries = {name.rpartition(".")[2] for name in (*tree.tensors, *tree.objects)}
+    tree = manifest_of(checkpoint)["trees"]["optimizer"]
+    entries = {name.rpartition(".")[2] for name in (*tree["tensors"], *tree["objects"])}
     assert has <= entries and not (has_not | {"max_lr", "min_lr", "base_momentum"}) & entries
 
 

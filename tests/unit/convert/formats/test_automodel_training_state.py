@@ -11,9 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.formats.format import TrainingState
-from automodel_ckpt.convert.formats.registry import detect_run
-from tests.support.external_tensors import moments, no_parameters, values
+from tests.support.external_tensors import moments, training_state_of, values
 
 RUN = Path(__file__).parents[3] / "fixtures" / "automodel" / "run"
 SOURCE = RUN / "epoch_0_step_4"
@@ -22,16 +20,8 @@ TRAINED = {"model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
 }
 
 
-def state_of(path: Path) -> TrainingState:
-    known = detect_run(path)
-    assert known is not None and known.name == "NeMo AutoModel"
-    state = known.training_state(path, no_parameters)
-    assert state is not None
-    return state
-
-
 def test_weights_and_moments_are_bit_equal_to_those_of_torch() -> None:
-    state = state_of(SOURCE)
+    state = training_state_of(SOURCE)
     assert state.optimizer is not None and state.optimizer.tensors.keys() == TRAINED
     found = {**values(SOURCE), **moments(state.optimizer)}
     expected = load_file(RUN / "expected.safetensors")
@@ -41,7 +31,7 @@ def test_weights_and_moments_are_bit_equal_to_those_of_torch() -> None:
 
 
 def test_counters_groups_and_the_peak_rate_of_the_schedule_are_read() -> None:
-    state = state_of(SOURCE)
+    state = training_state_of(SOURCE)
     assert (state.step, state.epoch, state.consumed_samples) == (5, 0, None)
     assert state.optimizer is not None and state.scheduler is not None
     (group,) = state.optimizer.groups

@@ -17,10 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.formats.registry import detect, formats_in
-from automodel_ckpt.convert.open import open_source, open_weights
-from automodel_ckpt.errors import CheckpointUnusable
-from tests.support.external_tensors import values
+from tests.support.external_tensors import described, error_of, kind_of, values
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "deepspeed"
 NAMES = sorted(path.name for path in FIXTURES.iterdir() if (path / "expected.safetensors").exists())
@@ -38,12 +35,6 @@ def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
 def copied(name: str, directory: Path) -> Path:
     return Path(shutil.copytree(FIXTURES / name, directory / name))
-
-
-def error_of(path: Path) -> str:
-    with pytest.raises(CheckpointUnusable) as raised:
-        open_weights(path)
-    return str(raised.value)
 
 
 # ---------------------------------------------------------------- files of DeepSpeed
@@ -68,7 +59,7 @@ def test_the_tensors_are_bit_equal_to_those_of_deepspeeds_own_conversion(name: s
 @pytest.mark.parametrize("name", ["stage1-bfloat16", "stage2-float32", "stage3-float32"])
 def test_the_directory_of_a_tag_is_read_like_that_of_its_run(name: str) -> None:
     assert_equal(values(FIXTURES / name / TAG), values(FIXTURES / name))
-    source = open_source(FIXTURES / name)
+    source = described(FIXTURES / name)
     assert source.tied == {"head.weight": "embed.weight"}
     text = ", ".join(source.omitted)
     for word in ("optimizer state of 2 ranks", "lr_scheduler", "global_steps", "note"):
@@ -90,18 +81,15 @@ def test_a_run_is_imported_and_what_is_not_imported_is_named(
     found = values(run)
     del found["head.weight"]  # tied: it is stored once
     assert_equal(values(tmp_path / "imported"), found)
-    assert formats_in(run).keys() == {".", "global_step1"}
 
 
 def test_deepspeed_is_preferred_to_rounded_weights_and_not_to_an_adapter(tmp_path: Path) -> None:
     run = copied("stage2-bfloat16", tmp_path)
     save_file({"embed.weight": torch.zeros(1)}, run / "model.safetensors")
-    known = detect(run)
-    assert known is not None and known.name == "DeepSpeed"
+    assert kind_of(run) == "DeepSpeed"
     (run / "adapter_model.safetensors").touch()
     (run / "adapter_config.json").write_text("{}")
-    known = detect(run)
-    assert known is not None and known.name == "PEFT adapter"
+    assert kind_of(run) == "PEFT adapter"
 
 
 def test_without_optimizer_files_the_weights_of_the_model_are_read(tmp_path: Path) -> None:
@@ -113,7 +101,7 @@ def test_without_optimizer_files_the_weights_of_the_model_are_read(tmp_path: Pat
     assert found.keys() == expected.keys()
     assert found["embed.weight"].dtype == torch.bfloat16
     assert torch.equal(found["embed.weight"], expected["embed.weight"].bfloat16())
-    assert any("no files with the optimizer's master weights" in n for n in open_source(run).notes)
+    assert any("no files with the optimizer's master weights" in n for n in described(run).notes)
     run = copied("stage3-bfloat16", tmp_path)
     for file in (run / TAG).glob("*_optim_states.pt"):
         file.unlink()
@@ -206,7 +194,7 @@ def test_latest_names_a_directory_beside_it(tmp_path: Path, tag: str) -> None:
     run = copied("stage1-float32", tmp_path)
     (run / "latest").write_text(tag)
     assert "latest" in error_of(run)
-    assert formats_in(run)["."].name == "DeepSpeed"
+    assert kind_of(run) == "DeepSpeed"
 
 
 # ---------------------------------------------------------------- files of the same structure

@@ -12,13 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.formats.registry import detect, formats_in
-from automodel_ckpt.convert.open import open_source, open_weights
-from automodel_ckpt.errors import CheckpointUnusable
-from tests.support.external_tensors import no_parameters
+from tests.support.external_tensors import described, error_of, training_state_of, values
 from tests.support.models.shards import checkpoint_in
 
 AUTOMODEL = Path(__file__).parents[3] / "fixtures" / "automodel"
@@ -30,28 +25,24 @@ def saved(directory: Path, name: str, metadata: dict[str, str] | None = None) ->
     return directory
 
 
-def test_formats_are_found_in_a_directory_and_right_below_it(tmp_path: Path) -> None:
+def test_formats_are_found_in_a_directory_and_right_below_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def formats_in(directory: Path) -> dict[str, str]:
+        assert main(["show", str(directory), "--json"]) == 0
+        trees = json.loads(capsys.readouterr().out)["trees"]
+        return {name: tree["format"] for name, tree in trees.items()}
+
     checkpoint = AUTOMODEL / "safetensors" / "epoch_0_step_1"
-    found = {name: known.name for name, known in formats_in(checkpoint).items()}
-    assert found == {"model": "safetensors shards", "optim": "PyTorch DCP"}
+    assert formats_in(checkpoint) == {"model": "safetensors shards", "optim": "PyTorch DCP"}
     saved(tmp_path / "real", "model.safetensors")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert list(formats_in(tmp_path)) == ["real"]
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch_save"])
-def test_a_model_is_described_alike_by_both_ways_to_open_it(form: str) -> None:
-    checkpoint = AUTOMODEL / form / "epoch_0_step_1"
-    source = open_source(checkpoint)
-    module = open_weights(checkpoint).modules["model"]
-    assert source.tensors == module.tensors and source.notes and not source.has_digests
-
-
 def test_data_files_without_their_metadata_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "__0_0.distcp").touch()
-    for open_it in (open_source, open_weights):
-        with pytest.raises(CheckpointUnusable, match=r"\.metadata cannot be read"):
-            open_it(tmp_path)
+    assert ".metadata cannot be read" in error_of(tmp_path)
 
 
 def test_an_adapter_of_another_program_is_imported_before_it_is_merged(
@@ -69,9 +60,9 @@ def test_an_adapter_of_another_program_is_imported_before_it_is_merged(
 def test_a_model_beside_an_adapter_is_reported_as_not_imported(tmp_path: Path) -> None:
     """torchtune saves the merged model and the adapter in one directory."""
     saved(tmp_path, "adapter_model.safetensors")
-    assert open_weights(tmp_path).omitted == ()
+    assert described(tmp_path).omitted == ()
     saved(tmp_path, "model.safetensors")
-    (text,) = open_weights(tmp_path).omitted
+    (text,) = described(tmp_path).omitted
     assert "model.safetensors" in text
 
 
@@ -81,19 +72,19 @@ def test_prefixes_of_wrappers_are_removed_from_all_names(tmp_path: Path, name: s
     tensors = {f"module._orig_mod.{key}": torch.full((2,), float(key)) for key in "12"}
     save_file(tensors, tmp_path / name)
     for path in (tmp_path, tmp_path / name):
-        found = open_weights(path).modules["model"].tensors
+        found = described(path).tensors
         assert sorted(found) == ["1", "2"]
         assert [stored.fqn for stored in found["1"].slices] == ["1"]
     # A model can have an attribute with the name of one wrapper, and none with those of PyTorch's others.
     save_file({**tensors, "head": torch.ones(1)}, tmp_path / name)
-    found = open_weights(tmp_path / name).modules["model"].tensors
+    found = described(tmp_path / name).tensors
     assert sorted(found) == ["head", "module.1", "module.2"]
     # Any number of them, in a hostile file.
     save_file({f"{'module.' * 5000}w": torch.ones(1)}, tmp_path / name)
-    assert sorted(open_weights(tmp_path / name).modules["model"].tensors) == ["w"]
+    assert sorted(described(tmp_path / name).tensors) == ["w"]
     # Both names of one tensor would be the same.
     save_file({"_orig_mod.w": torch.ones(1), "w": torch.ones(1)}, tmp_path / name)
-    assert sorted(open_weights(tmp_path / name).modules["model"].tensors) == ["_orig_mod.w", "w"]
+    assert sorted(described(tmp_path / name).tensors) == ["_orig_mod.w", "w"]
 
 
 Nested = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
@@ -113,7 +104,7 @@ NESTED: dict[str, Nested] = {
 @pytest.mark.parametrize("layout", NESTED)
 @pytest.mark.parametrize("is_dcp", [True, False])
 def test_a_model_is_found_below_any_keys_and_between_wrappers(
-    tmp_path: Path, layout: str, is_dcp: bool
+    tmp_path: Path, layout: str, is_dcp: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Layers that were compiled one by one have ``_orig_mod`` in the middle of their names."""
     names = ["layers.0.weight", "layers.0.bias", "norm.weight"]
@@ -130,16 +121,14 @@ def test_a_model_is_found_below_any_keys_and_between_wrappers(
     else:
         path = path.with_suffix(".pt")
         torch.save(state, path)
-    module = open_weights(path).modules["model"]
-    assert list(module.tensors) == names
-    assert whole(module.root, module.tensors["norm.weight"]).tolist() == [[2.0] * 3] * 2
-    known = detect(path)
-    assert known is not None and known.has_training_state(path) == is_dcp
-    assert bool(known.training_left(path)) != is_dcp
+    found = values(path)
+    assert list(found) == names
+    assert found["norm.weight"].tolist() == [[2.0] * 3] * 2
     if is_dcp:
-        training = known.training_state(path, no_parameters)
-        assert training is not None and training.optimizer is not None
-        assert sorted(training.optimizer.tensors) == sorted(names)
+        assert sorted(training_state_of(path).optimizer.tensors) == sorted(names)
+    else:
+        assert main(["import", str(path), str(tmp_path / "run"), "--training-state"]) == 3
+        assert "training state" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -166,7 +155,7 @@ def test_what_is_saved_with_several_models_is_never_taken_for_the_only_one(
     else:
         path = tmp_path / "saved.pt"
         torch.save({name: state[name] for name in state if name[:2] not in ("da", "lr")}, path)
-    found = sorted(open_weights(path).modules["model"].tensors)
+    found = sorted(described(path).tensors)
     assert found == (["policy.model.weight", "value.head"] if key else ["weight"])
 
 
@@ -175,20 +164,21 @@ def test_a_file_that_the_numbers_of_the_others_imply_must_be_there(tmp_path: Pat
         save_file(
             {f"w{number}": torch.ones(1)}, tmp_path / f"model-0000{number}-of-00003.safetensors"
         )
-    with pytest.raises(CheckpointUnusable) as caught:
-        open_weights(tmp_path)
-    text = str(caught.value)
+    text = error_of(tmp_path)
     assert "a file of weights is missing" in text and "model-00002-of-00003.safetensors" in text
     save_file({"w2": torch.ones(1)}, tmp_path / "model-00002-of-00003.safetensors")
-    assert sorted(open_weights(tmp_path).modules["model"].tensors) == ["w1", "w2", "w3"]
+    assert sorted(described(tmp_path).tensors) == ["w1", "w2", "w3"]
 
 
-def test_tensors_that_only_the_index_has_are_reported(tmp_path: Path) -> None:
+def test_tensors_that_only_the_index_has_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An index may list a tied name, which has no tensor, so that this is no error."""
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(("w", "v"), "model.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (text,) = open_weights(tmp_path).omitted
+    assert main(["import", str(tmp_path), str(tmp_path / "run"), "--dry-run", "--json"]) == 0
+    (text,) = json.loads(capsys.readouterr().out)["left_out"]
     assert text == "1 tensor that the index lists and no file has, such as v"
 
 
@@ -208,20 +198,15 @@ def test_prefixes_of_wrappers_are_removed_from_the_names_in_a_dcp_directory(
     directory = tmp_path / "saved"
     state = {key: wrapped, "optimizer": optimizer} if key else wrapped
     dcp.save(state, checkpoint_id=directory, no_dist=True)
-    found = open_weights(directory).modules["model"].tensors
-    assert sorted(found) == ["bias", "weight"]
+    assert sorted(described(directory).tensors) == ["bias", "weight"]
     if key:
-        training = detect(directory).training_state(directory, no_parameters)
-        assert training is not None and training.optimizer is not None
-        assert sorted(training.optimizer.tensors) == ["bias", "weight"]
+        assert sorted(training_state_of(directory).optimizer.tensors) == ["bias", "weight"]
 
 
 def test_a_checkpoint_without_its_manifest_is_opened_as_shards(tmp_path: Path) -> None:
     checkpoint = checkpoint_in(tmp_path, 20)
-    described = open_source(checkpoint)
+    complete = described(checkpoint)
     (checkpoint / "MANIFEST.json").unlink()
-    bare = open_source(checkpoint)
-    assert bare.tensors.keys() == described.tensors.keys()
-    assert described.has_digests and not bare.has_digests
-    with pytest.raises(CheckpointUnusable, match="not a checkpoint"):
-        consolidate(checkpoint)
+    bare = described(checkpoint)
+    assert bare.tensors.keys() == complete.tensors.keys()
+    assert complete.has_digests and not bare.has_digests

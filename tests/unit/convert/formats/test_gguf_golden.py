@@ -14,11 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.tensors.float_cast import cast
-from automodel_ckpt.checkpoint.tensors.stored import whole
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.targets.flow import export_to
+from automodel_ckpt.cli.ckpt import main
+from tests.support.external_tensors import described, values
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "gguf"
 NAMES = ("qwen3-f16", "llama-q8_0", "gemma2-q8_0")
@@ -45,16 +42,16 @@ DEFAULTS = {
 def test_a_file_of_the_converter_has_the_models_values(name: str) -> None:
     pytest.importorskip("gguf")
     directory = FIXTURES / name
-    source = open_source(directory / "model.gguf")
     expected = json.loads((directory / "expected.json").read_text())
-    assert source.tensors.keys() == expected.keys()
+    found = values(directory / "model.gguf")
+    assert found.keys() == expected.keys()
     for fqn, (shape, digest) in expected.items():
-        tensor = source.tensors[fqn]
-        values = cast(whole(source.root, tensor), tensor.dtype, "F32")
-        assert list(tensor.shape) == shape
-        assert hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest() == digest, fqn
-    assert source.side_files is not None
-    config = json.loads((source.side_files / "config.json").read_text())
+        assert list(found[fqn].shape) == shape
+        content = found[fqn].float().numpy().tobytes()
+        assert hashlib.sha256(content).hexdigest() == digest, fqn
+    config = json.loads(
+        (described(directory / "model.gguf").side_files / "config.json").read_text()
+    )
     original = json.loads((directory / "config.json").read_text())
     rope = {"rope_type": "default"} | config.pop("rope_scaling", {})
     assert rope | {"rope_theta": config.pop("rope_theta")} == original["rope_parameters"]
@@ -66,15 +63,14 @@ def test_a_file_of_the_converter_has_the_models_values(name: str) -> None:
 def test_the_model_is_written_as_the_converter_writes_it(name: str, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     directory = FIXTURES / name
-    files = consolidate(
-        directory / "model.gguf", tmp_path / "hf", log=lambda _: None, opener=open_source
-    ).output
+    files, output = tmp_path / "hf", tmp_path / "model.gguf"
+    assert main(["export", str(directory / "model.gguf"), "-o", str(files)]) == 0
     (files / "export_manifest.json").unlink()
     for file in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(directory / file, files / file)
     kind = name.partition("-")[2]
-    output = tmp_path / "model.gguf"
-    export_to("gguf", files, output, tensor_type=kind, log=lambda _: None)
+    command = ["export", str(files), "--to", "gguf", "--type", kind]
+    assert main([*command, "-o", str(output)]) == 0
     theirs, ours = gguf.GGUFReader(directory / "model.gguf"), gguf.GGUFReader(output)
     for one, other in zip(theirs.tensors, sorted_as(ours.tensors, theirs.tensors), strict=True):
         assert (one.name, one.tensor_type) == (other.name, other.tensor_type)

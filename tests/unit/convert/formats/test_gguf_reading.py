@@ -7,19 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert import decoded
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.targets.flow import export_to
-from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.external_tensors import error_of, values
 from tests.support.models.llamas import LLAMA_3_ROPE
 from tools.interop.gguf_models import MODELS, TinyModel
 
@@ -36,16 +31,11 @@ def own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return directory
 
 
-def written(model: TinyModel, directory: Path, **options: Any) -> Path:
+def written(model: TinyModel, directory: Path, *options: str) -> Path:
     pytest.importorskip("gguf")
-    source = model.save(directory / "hf")
-    report = export_to("gguf", source, directory / "model.gguf", log=lambda _: None, **options)
-    return report.output
-
-
-def values(path: Path) -> dict[str, Any]:
-    source = open_source(path)
-    return {fqn: np.array(whole(source.root, tensor)) for fqn, tensor in source.tensors.items()}
+    source, path = model.save(directory / "hf"), directory / "model.gguf"
+    assert main(["export", str(source), "--to", "gguf", "-o", str(path), *options]) == 0
+    return path
 
 
 @pytest.mark.parametrize(
@@ -56,7 +46,7 @@ def values(path: Path) -> dict[str, Any]:
 def test_a_model_that_was_written_is_read_with_equal_logits(
     tmp_path: Path, model: TinyModel
 ) -> None:
-    path = written(model, tmp_path, tensor_type="F32")
+    path = written(model, tmp_path, "--type", "F32")
     out = tmp_path / "out"
     assert main(["export", str(path), "-o", str(out)]) == 0
     read = AutoModelForCausalLM.from_pretrained(
@@ -83,8 +73,8 @@ def test_a_model_that_was_written_is_read_with_equal_logits(
 )
 def test_quantized_tensors_become_single_precision(tmp_path: Path, kind: str) -> None:
     gguf = pytest.importorskip("gguf")
-    path = written(BY_NAME["Llama 2"], tmp_path, tensor_type=kind)
-    found = values(path)
+    path = written(BY_NAME["Llama 2"], tmp_path, "--type", kind)
+    found = {name: tensor.numpy() for name, tensor in values(path).items()}
     state = BY_NAME["Llama 2"].build().state_dict()
     number = gguf.GGMLQuantizationType[kind]
     name = "model.layers.1.self_attn.k_proj.weight"
@@ -98,7 +88,7 @@ def test_quantized_tensors_become_single_precision(tmp_path: Path, kind: str) ->
 
 
 def test_the_commands_accept_the_file(tmp_path: Path, capsys: Capture) -> None:
-    path = written(BY_NAME["Qwen 3"], tmp_path, tensor_type="Q8_0")
+    path = written(BY_NAME["Qwen 3"], tmp_path, "--type", "Q8_0")
     assert main(["show", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "general.architecture: qwen3" in shown and "30 Q8_0" in shown
@@ -144,7 +134,7 @@ def test_a_model_that_cannot_be_converted_is_an_error_and_is_shown(
 def test_without_the_library_quantized_tensors_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    path = written(BY_NAME["Qwen 3"], tmp_path, tensor_type="Q8_0")
+    path = written(BY_NAME["Qwen 3"], tmp_path, "--type", "Q8_0")
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["import", str(path), str(tmp_path / "run")]) == 2
     assert "automodel_ckpt[gguf]" in capsys.readouterr().err
@@ -160,38 +150,34 @@ def test_values_are_decoded_once_and_removed_at_the_end(
     path = written(BY_NAME["Gemma 2"], tmp_path)
     base = own_temporary_directory / f"automodel_ckpt-values-{os.getuid()}"
     code = (
-        "import os, sys; from pathlib import Path; from automodel_ckpt.convert.open import open_source\n"
-        "print(open_source(Path(sys.argv[1])).side_files, flush=True)\n"
+        "import os, sys; from automodel_ckpt.cli.ckpt import main\n"
+        "main(['export', *sys.argv[1:]]); print('decoded', flush=True)\n"
         "sys.stdin.readline() == 'die\\n' and os.kill(os.getpid(), 9)"
     )
     environment = os.environ | {"TMPDIR": str(own_temporary_directory)}
     processes = []
-    for _ in range(2):
+    for number in range(2):
         process = subprocess.Popen(
-            [sys.executable, "-c", code, str(path)],
+            [sys.executable, "-c", code, str(path), "-o", str(tmp_path / str(number))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
         )
         processes.append(process)
-    lines = []
     for process in processes:
         assert process.stdout is not None
-        lines.append(process.stdout.readline())
-    assert lines[0] == lines[1] and Path(lines[0].strip()).is_dir()
-    assert len(list(base.iterdir())) == 1
+        assert "decoded\n" in iter(process.stdout.readline, "")
+    (directory,) = base.iterdir()
     processes[0].communicate("end\n")
-    assert Path(lines[0].strip()).is_dir()
+    assert directory.is_dir()
     processes[1].communicate("die\n")
-    assert len(list(base.iterdir())) == 1
+    assert list(base.iterdir()) == [directory]
     # The next process removes what the killed one left, also of another file.
-    (tmp_path / "other").write_bytes(b"")
-    decoded.decoded_directory(tmp_path / "other", "test", lambda directory: None)
-    assert not Path(lines[0].strip()).exists() and len(list(base.iterdir())) == 1
+    values(written(BY_NAME["Llama 2"], tmp_path / "other"))
+    assert not directory.exists() and len(list(base.iterdir())) == 1
 
 
 def test_a_part_of_a_model_is_an_error_that_names_llama_cpps_tool() -> None:
     part = Path(__file__).parents[3] / "fixtures" / "gguf" / "part" / "model-00001-of-00004.gguf"
-    with pytest.raises(CheckpointUnusable, match="llama-gguf-split --merge"):
-        open_source(part)
+    assert "llama-gguf-split --merge" in error_of(part)

@@ -16,9 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.formats.format import ModelParameter, TrainingState
-from automodel_ckpt.convert.formats.registry import detect
-from tests.support.external_tensors import moments, no_parameters, values
+from tests.support.external_tensors import moments, training_state_of, values
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 LIGHTNING = FIXTURES / "lightning"
@@ -34,27 +32,12 @@ def model_of(directory: Path) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
 
 
-def parameters_of(model: Any) -> list[ModelParameter]:
-    return [
-        ModelParameter(name, tuple(parameter.shape), parameter.dim() >= 2)
-        for name, parameter in model.named_parameters()
-    ]
-
-
-def state_of(path: Path, directory: Path) -> TrainingState:
-    known = detect(path)
-    assert known is not None
-    state = known.training_state(path, lambda: parameters_of(model_of(directory)))
-    assert state is not None
-    return state
-
-
 def load(path: Path) -> dict[str, Any]:
     value: dict[str, Any] = torch.load(path, weights_only=True)
     return value
 
 
-def assert_moments(state: TrainingState, expected: dict[str, dict[str, Any]]) -> None:
+def assert_moments(state: Any, expected: dict[str, dict[str, Any]]) -> None:
     """Compare the moments and steps with those that torch reads, bit by bit."""
     optimizer = state.optimizer
     assert optimizer is not None
@@ -79,7 +62,7 @@ def test_the_model_of_a_lightning_file_has_the_names_of_the_model(capsys: Captur
 
 def test_the_training_state_of_a_lightning_file_is_that_of_the_trainer() -> None:
     saved = load(LIGHTNING_FILE)
-    state = state_of(LIGHTNING_FILE, LIGHTNING)
+    state = training_state_of(LIGHTNING_FILE, model_of(LIGHTNING))
     # Saved after the last batch of the first epoch: one epoch is finished, although the file says `epoch: 0`.
     assert (saved["epoch"], saved["global_step"]) == (0, 5)
     assert (state.step, state.epoch, state.consumed_samples) == (5, 1, None)
@@ -121,7 +104,7 @@ def test_several_optimizers_are_named_and_not_transferred(tmp_path: Path) -> Non
         saved["optimizer_states"] *= 2
         saved["lr_schedulers"] *= 2
 
-    state = state_of(changed(tmp_path / "x.ckpt", twice), LIGHTNING)
+    state = training_state_of(changed(tmp_path / "x.ckpt", twice), model_of(LIGHTNING))
     assert state.optimizer is None
     assert state.scheduler is None
     assert any("optimizer_states (2 of them" in text for text in state.omitted)
@@ -180,11 +163,7 @@ def test_the_training_state_of_a_distributed_directory_is_that_of_the_trainer(
 ) -> None:
     dcp_to_torch_save(DISTRIBUTED, tmp_path / "all.pt")
     saved = torch.load(tmp_path / "all.pt", weights_only=False)["optimizer_0"]
-    known = detect(DISTRIBUTED)
-    assert known is not None
-    assert known.has_training_state(DISTRIBUTED)
-    state = known.training_state(DISTRIBUTED, no_parameters)
-    assert state is not None
+    state = training_state_of(DISTRIBUTED)
     assert (state.step, state.epoch, state.consumed_samples) == (5, 1, None)
     assert set(state.omitted) == {"loops", "callbacks"}
     assert state.scheduler is not None

@@ -12,9 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, get_linear_schedule_with_warmup
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.formats.format import ModelParameter
-from automodel_ckpt.convert.formats.registry import detect
 from tests.support import ranks
+from tests.support.external_tensors import training_state_of
 from tests.support.json_rows import Rows, recipe
 from tests.support.models.llamas import llama_checkpoint
 from tests.support.runs.continued import losses_of
@@ -89,15 +88,7 @@ def test_what_is_exported_has_the_training_state_of_the_run(run: Path, tmp_path:
     exported(run / "epoch_0_step_5", tmp_path / "x.ckpt")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FIXTURES))
-    known = detect(tmp_path / "x.ckpt")
-    assert known is not None
-    parameters = [
-        ModelParameter(name, tuple(parameter.shape), parameter.dim() >= 2)
-        for name, parameter in model.named_parameters()
-    ]
-    state = known.training_state(tmp_path / "x.ckpt", lambda: parameters)
-    assert state is not None
-    assert state.optimizer is not None
+    state = training_state_of(tmp_path / "x.ckpt", model)
     assert (state.step, state.epoch) == (5, 1)
     assert len(state.optimizer.groups) == 2
     assert len(state.optimizer.tensors) == len(list(model.parameters()))

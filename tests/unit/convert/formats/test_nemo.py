@@ -19,9 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.open import open_weights
-from automodel_ckpt.errors import CheckpointUnusable
-from tests.support.external_tensors import values
+from tests.support.external_tensors import error_of, values
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "nemo"
 EXPECTED = load_file(FIXTURES / "state.safetensors")
@@ -31,12 +29,6 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
-
-
-def error_of(path: Path) -> str:
-    with pytest.raises(CheckpointUnusable) as raised:
-        open_weights(path)
-    return str(raised.value)
 
 
 def tar_of(members: dict[str, bytes]) -> bytes:

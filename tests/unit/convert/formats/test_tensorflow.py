@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.open import open_source, open_weights
-from automodel_ckpt.errors import CheckpointUnusable
-from tests.support.external_tensors import values
+from tests.support.external_tensors import described, error_of, values
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "tensorflow"
 NOT_WEIGHTS = {"global_step", "save_counter", "bert/encoder/layer_0/kernel/adam_m"}
@@ -39,12 +37,6 @@ def array(value: torch.Tensor) -> np.ndarray:
 
 def copied(name: str, directory: Path) -> Path:
     return Path(shutil.copytree(FIXTURES / name, directory / name))
-
-
-def error_of(path: Path) -> str:
-    with pytest.raises(CheckpointUnusable) as raised:
-        open_weights(path)
-    return str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["objects", "saver"])
@@ -121,7 +113,7 @@ def test_other_commands_accept_a_checkpoint_of_tensorflow(tmp_path: Path, capsys
     assert ckpt.main(["show", str(source), "--stats"]) == 0
     assert "optimizer/_iterations" in capsys.readouterr().out
     assert ckpt.main(["export", str(source), "-o", str(tmp_path / "out")]) == 0
-    assert values(tmp_path / "out").keys() == open_source(source).tensors.keys()
+    assert values(tmp_path / "out").keys() == described(source).tensors.keys()
 
 
 def test_a_partitioned_variable_is_an_error_that_names_it() -> None:

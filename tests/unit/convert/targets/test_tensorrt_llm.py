@@ -14,10 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.formats.registry import detect
-from automodel_ckpt.convert.open import open_weights
-from automodel_ckpt.errors import CheckpointUnusable
-from tests.support.external_tensors import values
+from tests.support.external_tensors import error_of, kind_of, values
 from tests.support.models.llamas import llama_checkpoint
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "modelopt"
@@ -41,12 +38,6 @@ def copied(model: str, num_ranks: int, directory: Path) -> Path:
     return Path(shutil.copytree(FIXTURES / model / f"tp{num_ranks}", directory / "copy"))
 
 
-def error_of(path: Path) -> str:
-    with pytest.raises(CheckpointUnusable) as raised:
-        open_weights(path)
-    return str(raised.value)
-
-
 def export(source: Path, output: Path, num_ranks: int, *options: str) -> int:
     arguments = ["export", str(source), "--to", "qnemo", "-o", str(output), *options]
     return ckpt.main([*arguments, "--tensor-parallel", str(num_ranks)])
@@ -54,8 +45,7 @@ def export(source: Path, output: Path, num_ranks: int, *options: str) -> int:
 
 def test_a_checkpoint_of_nvidias_exporter_is_read() -> None:
     directory = FIXTURES / "plain" / "tp1"
-    known = detect(directory)
-    assert known is not None and known.name == "a checkpoint of TensorRT-LLM"
+    assert kind_of(directory) == "a checkpoint of TensorRT-LLM"
     assert_equal(values(directory), hugging_face("plain"))
     assert "tensor parallel size 1" in error_of(FIXTURES / "plain" / "tp4")
 
