@@ -173,17 +173,21 @@ class CheckpointLoader:
         self, request: resume.Request, fetched: Streamed | None
     ) -> tuple[Path, Manifest] | None:
         run = self._run
-        skipped: dict[Path, str] = {}
+        skipped: list[tuple[str, ...]] = []
         for path in request.candidates:
             manifest, problems = self._examine(path, self.on_nodes.get(path, fetched))
             # *problems* are from all ranks: a rank that could read everything must skip the
             # checkpoint, too.
             if manifest is not None and not problems:
                 return path, manifest
-            skipped[path] = "; ".join(f"{p.what} ({p.where}: {p.value})" for p in problems)
+            reason = "; ".join(f"{p.what} ({p.where}: {p.value})" for p in problems)
+            name = layout.parse_checkpoint_name(path.name)
+            step = str(name.step) if name else "?"
+            answers = ("no", "?") if manifest is None else ("yes", "yes")
+            skipped.append((str(path), step, *answers, reason))
             if self._is_rank0:
                 shown = run.display_path(path)
-                log.warning("Skipping checkpoint %s: %s", shown, skipped[path])
+                log.warning("Skipping checkpoint %s: %s", shown, reason)
                 if manifest is not None and path.parent == run.root:
                     note_verifications(run.root, {path.name: False})
         if not skipped:
@@ -194,7 +198,7 @@ class CheckpointLoader:
         raise CheckpointUnusable(
             what,
             where=str(run.path),
-            value="".join(f"\n{path}: {reason}" for path, reason in skipped.items()),
+            value=_table([("path", "step", "complete", "compatible", "reason"), *skipped]),
             hint="restore the files from a copy, name another checkpoint in checkpoint.restore_from, take the weights "
             "of another program with `ckpt import` (or init_from.path), or start a new run in another "
             "checkpoint.checkpoint_dir",
@@ -388,3 +392,11 @@ class CheckpointLoader:
         self, doing: str, kind: type[AutomodelError]
     ) -> AbstractContextManager[None]:
         return raise_on_all_ranks(self._group, doing, self._run.path, kind)
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """The *rows* as lines of aligned columns, each after a line break."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # The last column has long texts.
+    widths[-1] = 0
+    return "".join("\n" + "  ".join(map(str.ljust, row, widths)) for row in rows)
