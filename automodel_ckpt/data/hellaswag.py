@@ -37,7 +37,8 @@ def hellaswag(
         prompts = [text.strip() for text in beginnings]
         completions = []
         for row, choices in enumerate(endings):
-            ending = dict(enumerate(list_of(choices) or ())).get(whole_number(labels[row]))
+            number = whole_number(labels[row])
+            ending = dict(enumerate(list_of(choices) or ())).get(number)  # type: ignore[arg-type]
             if not ending:
                 raise RecipeError(
                     "a row has no valid label",
