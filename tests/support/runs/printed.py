@@ -12,14 +12,19 @@ from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import RecipeError
 
 
-def printed(recipe: Path, *words: str) -> str:
-    """Return what the command prints for *recipe* and *words*. Raises :class:`RecipeError` with its messages."""
-    output, messages = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(messages):
-        code = main([str(recipe), "--print-config", *words])
+def output(*words: str) -> str:
+    """Return what ``ckpt-train`` prints for *words*. Raises :class:`RecipeError` with its messages."""
+    text, messages = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(messages):
+        code = main(words)
     if code:
-        raise RecipeError(messages.getvalue(), where="--print-config", value=code, hint="")
-    return output.getvalue()
+        raise RecipeError(messages.getvalue(), where=" ".join(words), value=code, hint="")
+    return text.getvalue()
+
+
+def printed(recipe: Path, *words: str) -> str:
+    """Return the configuration that *recipe* and *words* give."""
+    return output(str(recipe), "--print-config", *words)
 
 
 def load(recipe: Path, *words: str) -> Any:
