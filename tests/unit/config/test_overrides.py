@@ -122,10 +122,6 @@ def test_a_section_can_be_set_below_null(recipe: Path) -> None:
     assert loaded.config.lr_scheduler.name == "linear"
 
 
-def test_null_unsets(recipe: Path) -> None:
-    assert load(recipe, "--clip_grad_norm", "null").config.clip_grad_norm is None
-
-
 def test_brackets_are_characters_in_a_text_field(recipe: Path) -> None:
     assert (
         load(recipe, "--model.attn_implementation", "[x]").config.model.attn_implementation == "[x]"

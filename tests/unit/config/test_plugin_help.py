@@ -10,7 +10,7 @@ import pytest
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.callables.allowlist import ALLOWED, PURPOSES
 from automodel_ckpt.config.help.listing import topic_text
-from automodel_ckpt.config.help.plugin_help import builders_of, markdown, plain, signature
+from automodel_ckpt.config.help.plugin_help import builders_of, signature
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import keys_of
@@ -102,12 +102,6 @@ def test_help_on_a_builder_imports_neither_torch_nor_the_builder() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0
-
-
-def test_markup_of_docstrings_is_converted() -> None:
-    text = "With *learn* ``all``, see :func:`~automodel_ckpt.data.chat.messages`; 2 * 3 * 4."
-    assert plain(text) == "With learn all, see messages; 2 * 3 * 4."
-    assert markdown(text) == "With `learn` `all`, see `messages`; 2 * 3 * 4."
 
 
 def arguments_of_data_builders() -> set[str]:

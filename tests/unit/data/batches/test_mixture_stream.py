@@ -129,8 +129,6 @@ def test_a_resume_continues_exactly_on_another_number_of_ranks(
 def test_streams_need_weights(tokenizer: Any, paths: dict[str, str]) -> None:
     with pytest.raises(RecipeError, match="a positive weight for each source"):
         stream(tokenizer, paths, weights=None)
-    with pytest.raises(RecipeError, match="num_samples is out of range"):
-        stream(tokenizer, paths, num_samples=0)
     saved = stream(tokenizer, paths).state_dict()
     other = stream(tokenizer, {"a": paths["a"], "c": paths["b"]}, weights={"a": 1.0, "c": 1.0})
     with pytest.raises(RecipeError, match="other sources than the checkpoint"):

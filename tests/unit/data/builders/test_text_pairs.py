@@ -121,8 +121,3 @@ def test_rows_are_pairs_then_negatives(data: str) -> None:
     assert len(set(batch["digests"].tolist())) == 7
     with pytest.raises(RecipeError, match="a sample is no pair of texts"):
         PairCollator(0)([{"input_ids": [1, 2], "labels": [1, 2]}])
-
-
-def test_a_sample_of_one_text_is_rejected() -> None:
-    with pytest.raises(RecipeError, match="a sample is no pair of texts"):
-        PairCollator(0)([{"input_ids": [3, 4], "labels": [IGNORE_INDEX, 4]}])
