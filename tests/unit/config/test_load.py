@@ -129,6 +129,8 @@ def test_an_option_that_a_tracker_does_not_have_is_rejected(tmp_path: Path) -> N
     assert load(tmp_path, known).config.logging.trackers["wandb"] == {"any": 1}
     with pytest.raises(RecipeError, match="tensorboard has log_dir"):
         load(tmp_path, known, "--logging.trackers.tensorboard.logdir=x")
+    with pytest.raises(RecipeError, match="trackers must be a section"):
+        load(tmp_path, "logging: {trackers: {_target_: a.b}}\n")
 
 
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
