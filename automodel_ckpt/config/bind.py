@@ -232,7 +232,8 @@ class Binder:
         if value is INVALID or value is None:
             return value
         for rule in field.metadata.get("rules", ()):
-            if not rule.accepts(value):
+            # A mapping with a _target_ is a plug-in, which rules of mappings do not expect.
+            if type(value) is Target or not rule.accepts(value):
                 value = self._note_invalid(full_key, node, rule.expected)
                 break
         return value

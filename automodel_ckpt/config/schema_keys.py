@@ -177,8 +177,8 @@ def unused_without_checkpoints(recipe: Any) -> list[str]:
     for name in vars(recipe.step_scheduler):
         if name.startswith("ckpt_"):
             prefixes.append(f"step_scheduler.{name}")
-    unused = []
-    for key in _changed_keys(recipe):
-        if key.startswith(tuple(prefixes)) and key != "checkpoint.enabled":
-            unused.append(key)
-    return unused
+    return [
+        key
+        for key in _changed_keys(recipe)
+        if key.startswith(tuple(prefixes)) and key != "checkpoint.enabled"
+    ]

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.encoder import Encoder
-from automodel_ckpt.data.samples.labels import whole_number
+from automodel_ckpt.data.samples.labels import list_of, whole_number
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
 from automodel_ckpt.data.samples.tokenized import Samples, Truncation
 from automodel_ckpt.errors import RecipeError
@@ -38,14 +38,15 @@ def hellaswag(
         completions = []
         for row, choices in enumerate(endings):
             number = whole_number(labels[row])
-            if number is None or not isinstance(choices, list) or not 0 <= number < len(choices):
+            ending = dict(enumerate(list_of(choices) or ())).get(number)  # type: ignore[arg-type]
+            if not ending:
                 raise RecipeError(
                     "a row has no valid label",
                     where=rows.place(row),
                     value=f"label {labels[row]!r} of {str(choices)[:80]}",
                     hint="use the split train or validation (the split test has no labels)",
                 )
-            completions.append(f" {str(choices[number]).strip()}")
+            completions.append(f" {str(ending).strip()}")
         return encoder.pairs(prompts, completions)
 
     return samples_of(

@@ -101,9 +101,7 @@ class RowRules:
         filled = [sum(lengths[number] for number in pack) for pack in packs]
         emptiest = filled.index(min(filled))
         left = packs.pop(emptiest)
-        rows = []
-        for number in order(len(packs)):
-            rows.append(self.row(documents[item] for item in packs[number]))
+        rows = [self.row(documents[item] for item in packs[number]) for number in order(len(packs))]
         return rows, [documents[item] for item in sorted(left)]
 
     def _divided(self, documents: Sequence[Document]) -> tuple[list[Row], list[Document]]:

@@ -84,8 +84,8 @@ def _part(entry: Any) -> Object:
     part = {key: value for key, value in entry.items() if value is not None}
     kind = part.get("type")
     if not kind:
-        # The only one of these keys that has a value.
-        named = [key for key in ("text", *_IMAGE_KEYS, *_AUDIOS) if part.get(key)]
+        # The only one of these keys that has a value. A text may be empty.
+        named = [key for key in (*_IMAGE_KEYS, *_AUDIOS) if part.get(key)] or ["text"]
         kind = named[0] if len(named) == 1 else None
         kind = "image" if kind in _IMAGE_KEYS else kind
     if kind in _TEXTS:

@@ -159,10 +159,10 @@ def json_tokens(value: Any, depth: int = 0) -> str:
         return str(value)
     if value.keys() == {"text_sequence"}:
         return str(value["text_sequence"])
-    written = []
-    for key in sorted(value, key=str, reverse=True):
-        written.append(f"<s_{key}>{json_tokens(value[key], depth + 1)}</s_{key}>")
-    return "".join(written)
+    return "".join(
+        f"<s_{key}>{json_tokens(value[key], depth + 1)}</s_{key}>"
+        for key in sorted(value, key=str, reverse=True)
+    )
 
 
 def _tokens_of_answer(value: Any, field: str) -> str:

@@ -178,16 +178,19 @@ def _path_hint() -> str:
 
 def require_readable(path: Path) -> Path:
     """Return *path*. Raises :class:`RecipeError` if its format is unknown or it cannot be read."""
-    if kind_of(path) not in LOADERS and path.exists():
-        known = ", ".join("*" + kind for kind in LOADERS)
-        hint = f"use a file named {known} (also {', '.join(_COMPRESSED)} behind it), a directory, or a Hub name"
-        raise RecipeError("unknown data file format", where="dataset.path", value=path, hint=hint)
-    # Opening a named pipe would wait for a writer, and its content could not be read again.
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        hint = "copy its content to a file: data is read again in each epoch and after a resume"
-        what = "a data file is not a regular file"
-        raise RecipeError(what, where="dataset.path", value=path, hint=hint)
     try:
+        if path.exists():
+            what = hint = ""
+            if kind_of(path) not in LOADERS:
+                what = "unknown data file format"
+                known = ", ".join("*" + kind for kind in LOADERS)
+                hint = f"use a file named {known} (also {', '.join(_COMPRESSED)} behind it), a directory, or a Hub name"
+            # Opening a named pipe would wait for a writer, and its content could not be read again.
+            elif not (path.is_file() or path.is_dir()):
+                what = "a data file is not a regular file"
+                hint = "copy its content to a file: data is read again in each epoch and after a resume"
+            if what:
+                raise RecipeError(what, where="dataset.path", value=path, hint=hint)
         path.open("rb").close()
     except OSError as error:
         problem = os_problem(error, "a data file cannot be read", hint=_path_hint())

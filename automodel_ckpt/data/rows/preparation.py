@@ -24,7 +24,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,8 @@ _Result = TypeVar("_Result")
 _Range = tuple[int, int]
 _PR_SET_PDEATHSIG = 1
 _MOST_WORKERS = 32
+_BLOCK = 256
+"""Ranges that are computed together. It bounds the memory for results that are not used yet."""
 
 _function: Callable[[int, int], object] | None = None
 """The function of the workers that are forked next."""
@@ -65,16 +67,18 @@ def in_order(
         yield from itertools.starmap(function, ranges)
         return
     with _workers(function, num_workers) as workers:
-        results: Iterator[object] = iter(())
-        # AssertionError: multiprocessing lets a daemonic process have no children.
-        with contextlib.suppress(BrokenProcessPool, OSError, AssertionError):
-            results = workers.map(_compute, *zip(*ranges, strict=True))
-        for bounds in ranges:
-            result = None
-            # None when workers cannot be started, one has died, or the function raised.
-            with contextlib.suppress(BrokenProcessPool):
-                result = next(results, None)
-            yield function(*bounds) if result is None else cast("_Result", result)
+        for first in range(0, len(ranges), _BLOCK):
+            block = ranges[first : first + _BLOCK]
+            results: Iterator[Any] = iter(())
+            # AssertionError: multiprocessing lets a daemonic process have no children.
+            with contextlib.suppress(BrokenProcessPool, OSError, AssertionError):
+                results = workers.map(_compute, *zip(*block, strict=True))
+            for bounds in block:
+                result = None
+                # None when workers cannot be started, one has died, or the function raised.
+                with contextlib.suppress(BrokenProcessPool):
+                    result = next(results, None)
+                yield function(*bounds) if result is None else result
 
 
 def _compute(start: int, stop: int) -> object | None:
@@ -196,9 +200,10 @@ def _encoded_parts(
     # encoders find out once, with its log lines.
     first = min(ROWS_PER_PART, num_rows)
     yield encode_range(0, first)
-    ranges = []
-    for start in range(first, num_rows, ROWS_PER_PART):
-        ranges.append((start, min(start + ROWS_PER_PART, num_rows)))
+    ranges = [
+        (start, min(start + ROWS_PER_PART, num_rows))
+        for start in range(first, num_rows, ROWS_PER_PART)
+    ]
     num_workers = 1
     if num_rows >= FEWEST_ROWS_FOR_WORKERS:
         num_workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS, len(ranges))

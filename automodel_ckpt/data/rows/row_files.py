@@ -193,16 +193,17 @@ def _read_json(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
         return
     # The whole file is checked first, so that the rows are found by position.
     try:
-        whole = json.loads(text)
+        is_list = isinstance(json.loads(text), list)
     except (ValueError, RecursionError) as error:
         raise _not_json(path, getattr(error, "lineno", 1), str(error)) from error
-    if not isinstance(whole, list):
+    if not is_list:
         raise _not_json(path, 1, f"neither a list nor an object per line: {text[:40]!r}")
     position, num_lines = start
     if position == 0:
         position = _after_blanks(text, _after_blanks(text, 0) + 1)
         num_lines = text.count("\n", 0, position)
-    while text[position] != "]":
+    # At a position from a state, the file may be another one, and end earlier.
+    while not text.startswith("]", position):
         line = num_lines + 1
         try:
             value, end = _DECODER.raw_decode(text, position)
@@ -213,7 +214,7 @@ def _read_json(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
             value, source = {"text": value}, ""
         content = _object(value, source, path, line)
         following = _after_blanks(text, end)
-        if text[following] == ",":
+        if text.startswith(",", following):
             following = _after_blanks(text, following + 1)
         num_lines += text.count("\n", position, following)
         position = following

@@ -44,15 +44,3 @@ def test_parameters_read_from_the_source_are_those_of_the_imported_callable(name
         key: hint for key, hint in plain.items() if hint is not typing.Any and hint != hints[key]
     } == {}
     assert not name.startswith("automodel_ckpt.data.text") or plain["path"] == str | list[str]
-
-
-UNKNOWN = [
-    "automodel_ckpt.data.text.nope",
-    "automodel_ckpt.nope.text",
-    "os.x",
-]
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_what_cannot_be_read_is_left_to_the_import(name: str) -> None:
-    assert signature(name) is None

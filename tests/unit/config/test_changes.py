@@ -50,33 +50,6 @@ def test_a_removed_section_is_one_change() -> None:
     assert [str(change) for change in changed_keys(saved, now, set())] == changes
 
 
-def test_what_a_resume_takes_from_the_checkpoint_is_ignored_unless_that_has_no_optimizer_or_the_recipe_counts() -> (
-    None
-):
-    changes = changed_keys(recipe_of(SAVED), recipe_of(NOW), {"optimizer.given"})
-
-    def ignored(saved: set[str], on_resume: str) -> list[str]:
-        return [change.key for change in ignored_by_resume(changes, saved, on_resume)]
-
-    assert ignored({"optimizer"}, "checkpoint") == ["optimizer.betas", "optimizer.given", "seed"]
-    assert ignored({"optimizer"}, "recipe") == ignored({"model"}, "checkpoint") == ["seed"]
-
-
-def test_settings_of_a_schedule_whose_state_has_them_are_ignored_unless_its_class_changes() -> None:
-    before = {"lr_scheduler._target_": "StepLR", "lr_scheduler.gamma": "0.1"}
-    saved = {"optimizer", "lr_scheduler"}
-
-    def ignored(saved: set[str], on_resume: str = "checkpoint", **now: str) -> list[str]:
-        after = before | {f"lr_scheduler.{key}": value for key, value in now.items()}
-        changes = changed_keys(before, after, after.keys())
-        found = ignored_by_resume(changes, saved, on_resume, keeps_schedule=True)
-        return [change.key for change in found]
-
-    assert ignored(saved, gamma="0.5") == ["lr_scheduler.gamma"]
-    assert ignored(saved, "recipe", gamma="0.5") == ignored({"optimizer"}, gamma="0.5") == []
-    assert ignored(saved, gamma="0.5", _target_="ExponentialLR") == []
-
-
 @pytest.mark.parametrize("key", ["peft.init", "model.mtp.weights"])
 def test_where_initial_values_come_from_is_ignored_but_not_a_section_that_was_removed(
     key: str,

@@ -10,11 +10,8 @@ import pytest
 import yaml
 
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.config.load import LoadedRecipe, load_recipe
-from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.tree.extends import read_with_bases
 from automodel_ckpt.errors import RecipeError
+from tests.support.runs.printed import load, printed
 from tests.support.runs.recipes import SMALLEST
 
 BASE = f"""\
@@ -34,11 +31,6 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def load(path: Path, *words: str) -> LoadedRecipe:
-    line = parse(words)
-    return load_recipe(path, line.overrides, problems=line.problems)
-
-
 def test_a_recipe_replaces_values_of_the_file_it_extends_and_both_stay_the_origins(
     tmp_path: Path,
 ) -> None:
@@ -46,14 +38,13 @@ def test_a_recipe_replaces_values_of_the_file_it_extends_and_both_stay_the_origi
     recipe = write(
         tmp_path / "recipe.yaml", "extends: base.yaml\noptimizer:\n  lr: 2e-5\nseed: 7\n"
     )
-    loaded = load(recipe, "--step_scheduler.max_steps", "9")
-    assert loaded.config.optimizer.lr == 2e-5
-    assert loaded.config.optimizer.weight_decay == 0.1
-    assert loaded.config.step_scheduler.max_steps == 9
+    loaded = load(recipe)
+    assert (loaded.config.optimizer.lr, loaded.config.optimizer.weight_decay) == (2e-5, 0.1)
     assert loaded.origins["optimizer.lr"] == f"{recipe}:3"
     assert loaded.origins["optimizer.weight_decay"] == f"{base}:9"
-    assert loaded.origins["step_scheduler.max_steps"] == "--step_scheduler.max_steps"
-    assert "extends" not in loaded.to_yaml()
+    lines = printed(recipe, "--step_scheduler.max_steps", "9").splitlines()
+    assert "max_steps: 9 # --step_scheduler.max_steps" in [" ".join(line.split()) for line in lines]
+    assert not any("extends" in line for line in lines)
 
 
 def test_of_several_files_a_later_one_takes_precedence_and_bases_may_have_bases(
@@ -86,11 +77,10 @@ def test_null_a_list_and_another_target_replace_what_the_base_has(tmp_path: Path
     # seq_length and path are arguments of the builder that is not used any more.
     assert set(config.dataset.kwargs) == {"num_samples"}
     built = write(
-        tmp_path / "built.yaml", "extends: base.yaml\nmodel: {_target_: torch.nn.Linear}\n"
+        tmp_path / "built.yaml",
+        "extends: base.yaml\npeft: null\nmodel: {_target_: torch.nn.Linear}\n",
     )
-    tree = read_with_bases(built, [])
-    assert tree is not None
-    assert tree.at("model.from_pretrained") is None
+    assert "some/model" not in printed(built)
 
 
 def test_a_recipe_class_in_a_file_beside_the_base_is_found_from_elsewhere(tmp_path: Path) -> None:
@@ -162,16 +152,17 @@ def test_a_chain_of_too_many_files_is_an_error(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- references to keys
 
 
-def referring(tmp_path: Path, text: str, *words: str) -> LoadedRecipe:
+def referring(tmp_path: Path, text: str, *words: str) -> Any:
     return load(write(tmp_path / "recipe.yaml", BASE + text), *words)
 
 
 def test_a_reference_has_the_value_of_its_key_with_overrides(tmp_path: Path) -> None:
     text = "checkpoint:\n  checkpoint_dir: runs/${optimizer.lr}-${seed}\n"
-    loaded = referring(tmp_path, text, "--optimizer.lr", "3e-5")
-    assert loaded.config.checkpoint.checkpoint_dir == "runs/3e-5-42"
+    loaded = referring(tmp_path, text)
+    assert loaded.config.checkpoint.checkpoint_dir == "runs/1e-4-42"
     assert loaded.origins["checkpoint.checkpoint_dir"] == f"{tmp_path / 'recipe.yaml'}:13"
-    assert yaml.safe_load(loaded.to_yaml())["checkpoint"]["checkpoint_dir"] == "runs/3e-5-42"
+    shown = printed(tmp_path / "recipe.yaml", "--optimizer.lr", "3e-5")
+    assert yaml.safe_load(shown)["checkpoint"]["checkpoint_dir"] == "runs/3e-5-42"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +186,7 @@ def test_references_are_converted_to_the_type_of_their_place(
     loaded = referring(tmp_path, text, *words)
     assert getattr(loaded.config, key) == value
     # Not the line of the key that it refers to.
-    assert loaded.origins[key] == ("--seed" if words else f"{tmp_path / 'recipe.yaml'}:12")
+    assert words or loaded.origins[key] == f"{tmp_path / 'recipe.yaml'}:12"
 
 
 @pytest.mark.parametrize(
@@ -350,8 +341,6 @@ def test_the_name_of_a_run_is_a_directory_in_that_of_the_recipe(tmp_path: Path) 
     assert loaded.config.checkpoint.checkpoint_dir == "runs/3/a"
     given = referring(tmp_path, text, "--run-name", "a", "--checkpoint.checkpoint_dir=/x/")
     assert given.config.checkpoint.checkpoint_dir == "/x/a"
-    # A recipe class with another Config binds the same file again.
-    assert loaded.with_schema(RecipeConfig).config.checkpoint.checkpoint_dir == "runs/3/a"
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a/b", ".", "..", "x" * 200, "-x", "a b"])

@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.config.callables import allowlist
-from automodel_ckpt.config.callables.prepare import prepare
-from automodel_ckpt.config.callables.trust import Trust
-from automodel_ckpt.config.help.plugin_help import signature
-from automodel_ckpt.config.load import load_recipe
-from automodel_ckpt.config.other_names import OTHER_NAMES
-from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import keys_of
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.cli.train import main
 from tests.support.runs.recipes import SMALLEST
 
 
-def problem(tmp_path: Path, text: str, *words: str) -> str:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(SMALLEST + text)
-    line = parse(words)
-    with pytest.raises(RecipeError) as failure:
-        prepare(load_recipe(recipe, line.overrides, problems=line.problems), Trust())
-    return str(failure.value)
+@pytest.fixture
+def problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """Return what ckpt-train reports for the text of a recipe and for words."""
+    (tmp_path / "data.txt").write_text("some text\n")
+    monkeypatch.chdir(tmp_path)
 
+    def reported(text: str, *words: str) -> str:
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(SMALLEST + text)
+        assert main([str(recipe), "--dry-run", *words]) == 2
+        return capsys.readouterr().err
 
-def arguments_of_data_builders() -> set[str]:
-    names: set[str] = set()
-    for entry in allowlist.ALLOWED["dataset"]:
-        names |= set(signature(getattr(entry, "name", "")) or ())
-    return names
-
-
-def test_every_counterpart_is_a_key_or_an_argument_of_a_data_builder() -> None:
-    known = set(keys_of(RecipeConfig))
-    known |= {f"dataset.{name}" for name in arguments_of_data_builders()}
-    for name, counterpart in OTHER_NAMES.items():
-        assert set(counterpart.keys) <= known, name
-        assert counterpart.keys or counterpart.note, name
-
-
-def test_no_name_is_a_top_level_key_or_section_here() -> None:
-    top_level = {key for key in keys_of(RecipeConfig) if "." not in key}
-    assert not top_level & OTHER_NAMES.keys()
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -87,9 +67,9 @@ def test_no_name_is_a_top_level_key_or_section_here() -> None:
     ],
 )
 def test_a_name_of_another_trainer_is_answered_with_ours(
-    tmp_path: Path, text: str, words: list[str], hint: str
+    problem: Callable[..., str], text: str, words: list[str], hint: str
 ) -> None:
-    assert hint in problem(tmp_path, text, *words)
+    assert hint in problem(text, *words)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +90,6 @@ def test_a_name_of_another_trainer_is_answered_with_ours(
     ],
 )
 def test_a_hint_names_what_was_probably_meant(
-    tmp_path: Path, text: str, words: list[str], hint: str
+    problem: Callable[..., str], text: str, words: list[str], hint: str
 ) -> None:
-    assert hint in problem(tmp_path, text, *words)
+    assert hint in problem(text, *words)

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.config.callables.allowlist import PURPOSES
+from automodel_ckpt.config.callables.allowlist import ALLOWED, PURPOSES
 from automodel_ckpt.config.help.listing import topic_text
-from automodel_ckpt.config.help.plugin_help import builders_of, markdown, plain
+from automodel_ckpt.config.help.plugin_help import builders_of, signature
+from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import keys_of
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
@@ -103,7 +104,21 @@ def test_help_on_a_builder_imports_neither_torch_nor_the_builder() -> None:
     assert done.returncode == 0
 
 
-def test_markup_of_docstrings_is_converted() -> None:
-    text = "With *learn* ``all``, see :func:`~automodel_ckpt.data.chat.messages`; 2 * 3 * 4."
-    assert plain(text) == "With learn all, see messages; 2 * 3 * 4."
-    assert markdown(text) == "With `learn` `all`, see `messages`; 2 * 3 * 4."
+def arguments_of_data_builders() -> set[str]:
+    names: set[str] = set()
+    for entry in ALLOWED["dataset"]:
+        names |= set(signature(getattr(entry, "name", "")) or ())
+    return names
+
+
+def test_every_counterpart_is_a_key_or_an_argument_of_a_data_builder() -> None:
+    known = set(keys_of(RecipeConfig))
+    known |= {f"dataset.{name}" for name in arguments_of_data_builders()}
+    for name, counterpart in OTHER_NAMES.items():
+        assert set(counterpart.keys) <= known, name
+        assert counterpart.keys or counterpart.note, name
+
+
+def test_no_name_is_a_top_level_key_or_section_here() -> None:
+    top_level = {key for key in keys_of(RecipeConfig) if "." not in key}
+    assert not top_level & OTHER_NAMES.keys()

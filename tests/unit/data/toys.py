@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.data.collate import PadCollator
+
 Sample = dict[str, Any]
 
 
@@ -102,11 +105,36 @@ class StreamThatRemembersItsEnd(StatefulStream):
         self.restored = True
 
 
+def jsonl(path: Path, *rows: Any) -> str:
+    """Write rows, or lines that are text, as a file of JSON lines, and return its path."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return str(path)
+
+
 def write(directory: Path, *rows: Any) -> str:
     """Write rows as a file of JSON lines, and return its path."""
-    path = directory / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(path)
+    return jsonl(directory / "rows.jsonl", *rows)
+
+
+def padded_loader(dataset: Any, dp_rank: int = 0, dp_size: int = 1, **options: Any) -> Any:
+    """A loader of padded micro-batches of one sample, four in a global batch."""
+    settings: dict[str, Any] = {"global_batch_size": 4, "local_batch_size": 1, "seed": 7}
+    return GlobalBatchLoader(
+        dataset, collate_fn=PadCollator(0), dp_rank=dp_rank, dp_size=dp_size, **settings | options
+    )
+
+
+def train(loader: GlobalBatchLoader, steps: int) -> list[GlobalBatch]:
+    """Take *steps* global batches, over as many epochs as it needs."""
+    seen: list[GlobalBatch] = []
+    while len(seen) < steps:
+        for batch in loader:
+            loader.mark_consumed(batch)
+            seen.append(batch)
+            if len(seen) == steps:
+                break
+    return seen
 
 
 def labeled(tokenizer: Any, sample: dict[str, list[int]]) -> list[str]:

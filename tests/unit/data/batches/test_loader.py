@@ -16,7 +16,14 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, RecipeError
-from tests.unit.data.toys import Numbers, StatefulStream, Stream, StreamThatRemembersItsEnd, stack
+from tests.unit.data.toys import (
+    Numbers,
+    StatefulStream,
+    Stream,
+    StreamThatRemembersItsEnd,
+    stack,
+    train,
+)
 
 FURTHER = pytest.mark.further
 SOURCES = {
@@ -30,18 +37,6 @@ SOURCES = {
 def make(dataset: Any, **options: Any) -> GlobalBatchLoader:
     sizes = {"global_batch_size": 4, "local_batch_size": 2, "seed": 7}
     return GlobalBatchLoader(dataset, **{"collate_fn": stack, **sizes, **options})
-
-
-def train(loader: GlobalBatchLoader, steps: int) -> list[GlobalBatch]:
-    """Take *steps* global batches, over as many epochs as it needs."""
-    seen: list[GlobalBatch] = []
-    while len(seen) < steps:
-        for batch in loader:
-            loader.mark_consumed(batch)
-            seen.append(batch)
-            if len(seen) == steps:
-                break
-    return seen
 
 
 def contents(batches: list[GlobalBatch]) -> list[Any]:
@@ -315,7 +310,7 @@ def test_a_stream_of_the_datasets_library_resumes_exactly(shuffled: bool, num_wo
         )
 
     whole = train(fresh(), 12)
-    for stop in (3, 7, 8, 9):
+    for stop in (3, 8) if num_workers else (3, 7, 8, 9):
         first, second = fresh(), fresh()
         before = train(first, stop)
         second.load_state_dict(first.state_dict())

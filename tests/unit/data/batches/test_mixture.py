@@ -9,10 +9,10 @@ import pytest
 
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.batches.packing import PackedDataset
-from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.mixture import MixtureDataset, for_each_source, mixture
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.mock import random_tokens
+from tests.unit.data.toys import padded_loader as loader
 
 SIZES = {"chat": 30, "code": 8, "math": 50}
 WEIGHTS = {"chat": 2.0, "code": 1.0, "math": 1.0}
@@ -25,17 +25,6 @@ def sources() -> dict[str, Any]:
     for number, (name, size) in enumerate(SIZES.items(), start=1):
         built[name] = random_tokens(size, 8, 100, first_token=10, end_token=number)
     return built
-
-
-def loader(dataset: Any, dp_rank: int = 0, dp_size: int = 1, **options: Any) -> GlobalBatchLoader:
-    settings: dict[str, Any] = {"global_batch_size": 4, "local_batch_size": 1, "seed": 7}
-    return GlobalBatchLoader(
-        dataset,
-        collate_fn=PadCollator(0),
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        **settings | options,
-    )
 
 
 def ids_of_epochs(loader: GlobalBatchLoader, num_epochs: int) -> list[list[int]]:

@@ -15,9 +15,10 @@ import pytest
 from automodel_ckpt.data.batches.document_lane import DocumentRows, RowRules
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.batches.packed_stream import PackedStream
-from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
+from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.text import text
 from automodel_ckpt.errors import RecipeError
+from tests.unit.data.toys import padded_loader as loader
 
 SIZE = 24
 RULES = [
@@ -43,13 +44,6 @@ def packed(tokenizer: Any, path: str, rules: RowRules, **more: Any) -> PackedStr
     stream = text(tokenizer, path, streaming=True, shuffle_block=4)
     sources = {"": stream, **more}
     return PackedStream(sources, dict.fromkeys(sources, Fraction(1, len(sources))), rules)
-
-
-def loader(dataset: Any, dp_rank: int = 0, dp_size: int = 1, **options: Any) -> GlobalBatchLoader:
-    settings: dict[str, Any] = {"global_batch_size": 4, "local_batch_size": 1, "seed": 7}
-    return GlobalBatchLoader(
-        dataset, collate_fn=PadCollator(0), dp_rank=dp_rank, dp_size=dp_size, **settings | options
-    )
 
 
 def batches(made: GlobalBatchLoader, count: int) -> list[list[dict[str, Any]]]:

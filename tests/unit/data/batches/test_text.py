@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,7 @@ from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.text import prompt_completion, text
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
-
-
-def jsonl(path: Path, *rows: Any) -> str:
-    path.write_text(
-        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
-    )
-    return str(path)
-
+from tests.unit.data.toys import jsonl
 
 PAIRS = ({"prompt": "2 + 2 =", "completion": " 4"}, {"prompt": "A", "completion": "B" * 30})
 

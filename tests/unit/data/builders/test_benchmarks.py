@@ -89,10 +89,11 @@ def test_hellaswag_learns_the_right_ending(
     )
 
 
-@pytest.mark.parametrize("label", ["", "4", "-1", None])
+@pytest.mark.parametrize("label", ["", "4", "-1", None, 0])
 def test_a_row_without_a_right_ending_is_refused(
     tokenizer: Any, tmp_path: Path, label: Any
 ) -> None:
-    path = write(tmp_path / "hellaswag.jsonl", HELLASWAG, HELLASWAG | {"label": label})
+    row = HELLASWAG | {"label": label, "endings": ["", "b", "c", "d"]}
+    path = write(tmp_path / "hellaswag.jsonl", HELLASWAG, row)
     with pytest.raises(RecipeError, match=r"no valid label\n.*hellaswag\.jsonl:2"):
         hellaswag(tokenizer, path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from automodel_ckpt.data.classification import LabelCollator, texts
 from automodel_ckpt.data.samples.labels import Labels
 from automodel_ckpt.errors import RecipeError
+from tests.unit.data.toys import write
 
 LABELS = Labels(("bad", "good"), "single_label")
 ROWS = [
@@ -47,14 +47,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def file_of(directory: Path, rows: list[dict[str, Any]]) -> str:
-    path = directory / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_texts_have_the_special_tokens_of_the_tokenizer(tmp_path: Path, tokenizer: Any) -> None:
-    found = list(texts(tokenizer, LABELS, file_of(tmp_path, ROWS)))
+    found = list(texts(tokenizer, LABELS, write(tmp_path, *ROWS)))
     assert found == [
         {"input_ids": [1, 4, 5, 6, 2], "targets": [1.0]},
         {"input_ids": [1, 5, 2], "targets": [0.0]},
@@ -66,7 +60,7 @@ def test_pairs_have_types_and_keep_special_tokens_when_truncated(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
     monkeypatch.setattr(tokenizer, "truncation_side", side)
-    path = file_of(tmp_path, ROWS)
+    path = write(tmp_path, *ROWS)
     found = texts(tokenizer, LABELS, path, seq_length=6, pair_field="other", truncation="right")
     assert [sample["input_ids"] for sample in found] == [[1, 4, 5, 2, 7, 2], [1, 5, 2, 4, 4, 2]]
     assert [sample["token_type_ids"] for sample in found] == [
@@ -86,7 +80,7 @@ def test_messages_are_rendered_without_further_special_tokens(
     tmp_path: Path, tokenizer: Any
 ) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    path = file_of(tmp_path, [{"messages": turns, "score": 1.5}])
+    path = write(tmp_path, {"messages": turns, "score": 1.5})
     labels = Labels(("LABEL_0",), "regression")
     [found] = texts(tokenizer, labels, path, text_field="messages", label_field="score")
     assert found["targets"] == [1.5]
@@ -111,7 +105,7 @@ def test_messages_are_rendered_without_further_special_tokens(
 def test_a_bad_row_is_named(
     tmp_path: Path, tokenizer: Any, row: dict[str, Any], options: dict[str, Any], what: str
 ) -> None:
-    path = file_of(tmp_path, [*ROWS, row])
+    path = write(tmp_path, *ROWS, row)
     with pytest.raises(RecipeError, match=what) as caught:
         texts(tokenizer, LABELS, path, **options)
     assert f"{path}:3" in str(caught.value)
@@ -119,7 +113,7 @@ def test_a_bad_row_is_named(
 
 def test_a_text_without_tokens_is_rejected(tmp_path: Path, tokenizer: Any) -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0})))
-    path = file_of(tmp_path, [{"text": "", "label": 1}])
+    path = write(tmp_path, {"text": "", "label": 1})
     with pytest.raises(RecipeError, match="no tokens") as caught:
         texts(plain, LABELS, path)
     assert f"{path}:1" in str(caught.value)

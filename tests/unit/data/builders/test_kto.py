@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,13 @@ from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.kto import JudgedDataset, KTOCollator, split_pairs
 from automodel_ckpt.data.kto import judged_completions as judged
 from automodel_ckpt.errors import RecipeError
+from tests.unit.data.toys import jsonl
 
 ROWS = [
     {"prompt": "2 + 2 =", "completion": " 4", "label": True},
     {"prompt": "3 + 5 is", "completion": " equal to nine", "label": False},
     {"prompt": "So", "completion": " what", "label": 1},
 ]
-
-
-def jsonl(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(path)
 
 
 def texts(tokenizer: Any, sample: dict[str, Any]) -> tuple[str, str]:
@@ -36,7 +31,7 @@ def texts(tokenizer: Any, sample: dict[str, Any]) -> tuple[str, str]:
 
 
 def test_a_row_is_a_prompt_with_a_judged_completion(tokenizer: Any, tmp_path: Path) -> None:
-    dataset = judged(tokenizer, jsonl(tmp_path / "a.jsonl", ROWS), seq_length=20)
+    dataset = judged(tokenizer, jsonl(tmp_path / "a.jsonl", *ROWS), seq_length=20)
     assert isinstance(dataset, JudgedDataset)
     samples = list(dataset)
     assert [texts(tokenizer, sample) for sample in samples] == [
@@ -80,7 +75,7 @@ def test_judgments_are_read_from_csv_files_and_by_the_names_of_classes(
 def test_another_label_is_an_error_with_its_location(
     tokenizer: Any, tmp_path: Path, label: Any
 ) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [ROWS[0], ROWS[0] | {"label": label}])
+    path = jsonl(tmp_path / "a.jsonl", ROWS[0], ROWS[0] | {"label": label})
     with pytest.raises(RecipeError) as caught:
         judged(tokenizer, path)
     [problem] = caught.value.problems
@@ -98,7 +93,7 @@ def test_pairs_become_their_preferred_answers_and_then_the_others(
         {"prompt": "Is it?", "chosen": " Yes", "rejected": " No"},
         {"prompt": "Same", "chosen": " a", "rejected": " a"},
     ]
-    dataset = split_pairs(tokenizer, jsonl(tmp_path / "a.jsonl", rows))
+    dataset = split_pairs(tokenizer, jsonl(tmp_path / "a.jsonl", *rows))
     samples = list(dataset)
     answers = [texts(tokenizer, sample)[1] for sample in samples]
     assert answers == [" 2</s>", " Yes</s>", " 3</s>", " No</s>"]
@@ -110,7 +105,7 @@ def test_pairs_become_their_preferred_answers_and_then_the_others(
 def test_a_micro_batch_has_each_prompt_with_another_completion(
     tokenizer: Any, tmp_path: Path
 ) -> None:
-    dataset = judged(tokenizer, jsonl(tmp_path / "a.jsonl", ROWS))
+    dataset = judged(tokenizer, jsonl(tmp_path / "a.jsonl", *ROWS))
     loader = GlobalBatchLoader(
         dataset,
         global_batch_size=4,

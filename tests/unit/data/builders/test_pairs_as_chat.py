@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from automodel_ckpt.data.squad import squad
 from automodel_ckpt.data.text import prompt_completion
 from automodel_ckpt.errors import RecipeError
+from tests.unit.data.toys import write
 
 TEMPLATE = """{%- for m in messages %}<s>{{ m.role }}
 {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant
@@ -18,12 +18,6 @@ TEMPLATE = """{%- for m in messages %}<s>{{ m.role }}
 ROW = {"task": "Add.", "inputs": "1 2", "targets": "3"}
 SQUAD = {"context": " A cat. ", "question": "Who?", "answers": {"text": ["cat"]}}
 AUTOMODEL = "Context: {{ context }} Question: {{ question }} Answer: "
-
-
-def write(directory: Path, row: dict[str, Any]) -> str:
-    path = directory / "pairs.jsonl"
-    path.write_text(json.dumps(row))
-    return str(path)
 
 
 def texts(tokenizer: Any, sample: dict[str, list[int]]) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from automodel_ckpt.data.preference import (
     pairs,
 )
 from automodel_ckpt.errors import RecipeError
+from tests.unit.data.toys import jsonl
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
@@ -26,11 +26,6 @@ QUESTION = {"role": "user", "content": "How many?"}
 
 def says(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
-
-
-def jsonl(path: Path, *rows: Any) -> str:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(path)
 
 
 def texts(tokenizer: Any, pair: Any) -> list[tuple[str, str]]:

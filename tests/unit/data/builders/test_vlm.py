@@ -179,24 +179,6 @@ def test_generation_markers_say_what_is_learnt(family: str, processors: Any, dat
     ]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": one_turn([{**IMAGE, "image": "a.png"}, *text("?")])},
-        {"messages": one_turn([IMAGE, *text("?")]), "images": ["a.png"]},
-        {"messages": one_turn([*text("?")]), "images": "a.png"},
-        {"messages": json.dumps(one_turn("?")), "images": ["a.png"]},
-    ],
-)
-def test_images_come_from_messages_or_from_a_column(
-    row: dict[str, Any], processors: Any, tmp_path: Path
-) -> None:
-    _, processor = processors["llava"]
-    sample = conversations(processor, written(tmp_path, row))[0]
-    assert sample.text == "<s><|user|><image>?</s><|assistant|>red</s>"
-    assert [image.size for image in sample.images] == [(16, 16)]
-
-
 def test_a_column_of_images_is_decoded_row_by_row(processors: Any, tmp_path: Path) -> None:
     pictures = [Image.fromarray(np.full((8, 8, 3), value, dtype=np.uint8)) for value in (10, 200)]
     table = datasets.Dataset.from_dict(
@@ -225,6 +207,28 @@ def test_a_column_of_images_is_decoded_row_by_row(processors: Any, tmp_path: Pat
     ]
 
 
+PARTS: list[tuple[Any, str]] = [
+    ({"type": "video", "video": "a.mp4"}, "not trained on videos"),
+    ({"type": "surprise", "surprise": "?"}, "type: surprise"),
+    ({"type": "text", "text": None}, "has no text"),
+    ({"type": "text", "text": "?", "image": "a.png"}, "text part of a message has an image"),
+    ({"type": "image", "text": "?"}, "image part of a message has a text"),
+    ({"source": "a.png"}, "has no text"),
+    ({"image": "a.png", "url": "a.png"}, "without a type"),
+    (7, "neither text nor an object"),
+    ({"type": "image", "base64": "no!"}, "not base64 text"),
+    ({"type": "image", "image": [1]}, "neither a path nor"),
+    (
+        {"type": "image", "image": "a.png", "max_pixels": 784},
+        r"max_pixels: 784[\s\S]*processor",
+    ),
+]
+
+
+def inline_part(part: Any) -> dict[str, Any]:
+    return {"messages": one_turn([*text("?"), part])}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -247,14 +251,15 @@ def test_a_column_of_images_is_decoded_row_by_row(processors: Any, tmp_path: Pat
             {"messages": one_turn([{**IMAGE, "image": "a.png"}])[:1]},
             "no assistant text to train on",
         ),
+        *((inline_part(part), message) for part, message in PARTS),
     ],
 )
 def test_a_conversation_that_makes_no_sample_is_refused_with_its_line(
     row: dict[str, Any], message: str, processors: Any, tmp_path: Path
 ) -> None:
-    samples = conversations(processors["llava"][1], written(tmp_path, row))
+    path = written(tmp_path, row)
     with pytest.raises(RecipeError, match=message) as caught:
-        samples[0]
+        conversations(processors["llava"][1], path)[0]
     assert "rows.jsonl:1" in str(caught.value)
 
 
@@ -265,6 +270,10 @@ def inline(**entry: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "row",
     [
+        {"messages": one_turn([IMAGE, *text("?")]), "images": ["a.png"]},
+        {"messages": one_turn([*text("?")]), "images": "a.png"},
+        {"messages": json.dumps(one_turn("?")), "images": ["a.png"]},
+        inline(type="image", image="a.png"),
         inline(type="image_url", image_url={"url": "a.png", "detail": "low"}),
         inline(type="image_url", image_url="DATA"),
         inline(type="input_image", image_url="a.png"),
@@ -277,7 +286,7 @@ def inline(**entry: Any) -> dict[str, Any]:
         {"messages": one_turn([{**IMAGE, "path": "a.png"}, "?"])},
     ],
 )
-def test_the_entries_of_other_programs_are_the_same_sample(
+def test_an_image_in_any_place_and_in_other_programs_entries_is_the_same_sample(
     row: dict[str, Any], processors: Any, tmp_path: Path
 ) -> None:
     path = Path(written(tmp_path, row))
@@ -291,33 +300,6 @@ def test_the_entries_of_other_programs_are_the_same_sample(
     sample = conversations(processors["llava"][1], str(path), chat_template=template)[0]
     assert sample.text == "<s><|user|><image>?</s><|assistant|>red</s>"
     assert [image.size for image in sample.images] == [(16, 16)]
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ({"type": "video", "video": "a.mp4"}, "not trained on videos"),
-        ({"type": "surprise", "surprise": "?"}, "type: surprise"),
-        ({"type": "text", "text": None}, "has no text"),
-        ({"type": "text", "text": "?", "image": "a.png"}, "text part of a message has an image"),
-        ({"type": "image", "text": "?"}, "image part of a message has a text"),
-        ({"source": "a.png"}, "without a type"),
-        (7, "neither text nor an object"),
-        ({"type": "image", "base64": "no!"}, "not base64 text"),
-        ({"type": "image", "image": [1]}, "neither a path nor"),
-        (
-            {"type": "image", "image": "a.png", "max_pixels": 784},
-            r"max_pixels: 784[\s\S]*processor",
-        ),
-    ],
-)
-def test_a_part_that_no_template_would_write_is_refused(
-    part: Any, message: str, processors: Any, tmp_path: Path
-) -> None:
-    path = written(tmp_path, {"messages": one_turn([*text("?"), part])})
-    with pytest.raises(RecipeError, match=message) as caught:
-        conversations(processors["llava"][1], path)[0]
-    assert "rows.jsonl:1" in str(caught.value)
 
 
 def encoded(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:

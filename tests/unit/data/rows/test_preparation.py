@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from automodel_ckpt.data.rows.preparation import in_order
 from automodel_ckpt.data.text import prompt_completion, text
 from automodel_ckpt.errors import RecipeError
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
+from tests.unit.data.toys import jsonl
 
 NUM_ROWS = 230
 
@@ -29,11 +29,6 @@ def row(number: int) -> dict[str, Any]:
     return {"prompt": prompt, "completion": answer, "messages": turns}
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("model")
@@ -43,7 +38,7 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def data(tmp_path: Path) -> str:
-    return write(tmp_path / "rows.jsonl", [row(number) for number in range(NUM_ROWS)])
+    return jsonl(tmp_path / "rows.jsonl", *map(row, range(NUM_ROWS)))
 
 
 @pytest.fixture
@@ -84,7 +79,7 @@ def test_the_first_unusable_row_is_reported_with_its_line(
     rows[111]["messages"] = [{"role": "user", "content": "no answer"}]
     rows[190]["messages"] = "not a conversation"
     rows[150]["completion"] = None
-    path = write(tmp_path / "bad.jsonl", rows)
+    path = jsonl(tmp_path / "bad.jsonl", *rows)
     workers(3)
     with pytest.raises(RecipeError, match=f"{path}:112"):
         messages(chat_tokenizer, path)
@@ -99,7 +94,7 @@ def test_one_error_counts_the_long_samples_of_all_parts(
     rows = [row(number) for number in range(NUM_ROWS)]
     for number in (3, 77, 140, 229):
         rows[number]["completion"] = "a long answer " * 100
-    path = write(tmp_path / "long.jsonl", rows)
+    path = jsonl(tmp_path / "long.jsonl", *rows)
     found = []
     for count in (1, 2):
         workers(count)

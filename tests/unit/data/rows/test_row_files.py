@@ -184,6 +184,13 @@ def test_a_stream_continues_after_any_row(tmp_path: Path, name: str) -> None:
     assert len(whole) in (4, 6, 10) and {place.split(":")[0] for _, place in whole} == set(
         map(str, files)
     )
+    if name == "a.json":
+        changed = RecordStream(files)
+        changed.load_state_dict(changed.state_dict() | {"offset": 100, "num_lines": 9})
+        files[0].write_bytes(b'[{"a": 1}]')
+        with pytest.raises(RecipeError, match=rf"not JSON\n  where:  {files[0]}:10"):
+            list(changed)
+        files[0].write_bytes(contents[name])
     for num_rows in range(len(whole) + 1):
         first, second = RecordStream(files), RecordStream(files)
         begun = first.take(num_rows)

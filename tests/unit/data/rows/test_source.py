@@ -72,8 +72,9 @@ def test_a_file_has_neither_subsets_nor_other_splits(directory: Path) -> None:
         Source(path, split="train[:1]+dev[:1]").texts(["text"])
     with pytest.raises(RecipeError, match="a data file cannot be read"):
         Source(str(directory / "misspelled" / "directory"), split="validation").texts(["text"])
-    with pytest.raises(RecipeError, match="a data file cannot be read"):
-        Source(str(directory / "misspelled.jsonl"), split="validation").texts(["text"])
+    for name in ("misspelled.jsonl", f"{'x' * 300}.jsonl"):
+        with pytest.raises(RecipeError, match="a data file cannot be read"):
+            Source(str(directory / name), split="validation").texts(["text"])
     # Opening it would wait for a writer forever.
     os.mkfifo(directory / "pipe.jsonl")
     with pytest.raises(RecipeError, match="not a regular file"):
