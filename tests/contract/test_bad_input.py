@@ -598,3 +598,21 @@ def test_every_shipped_recipe_can_be_listed_and_copied_and_is_sound(
     capsys.readouterr()
     assert "File exists" in say(capsys, "--copy", listed[0], "copies")
     assert "unknown example recipe" in say(capsys, "--copy", "../../etc/passwd", "copies")
+
+
+@pytest.mark.parametrize("task", ["0", "1"])
+def test_one_task_of_a_node_prints_what_all_of_srun_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    step = {"PROCID": "1", "LOCALID": task, "NTASKS": "4", "STEP_ID": "0", "JOB_ID": "7"}
+    for name, value in (step | {"GPUS_PER_TASK": "1"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    # Each task sees its own GPU alone.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {from_pretrained: some/model}\ndataset: {_target_: tests.missing.rows}\n"
+    )
+    assert main([str(recipe), "--trust=tests"]) == 2
+    assert ("tests.missing not found" in capsys.readouterr().err) is (task == "0")

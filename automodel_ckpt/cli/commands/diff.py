@@ -196,14 +196,13 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     for path in document["foreign"]:
         yield coloured(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
     for part in _SECTIONS:
-        if len(document["foreign"]) == 2 and not document[part]:
-            # Weights of other programs may have tensors only.
-            continue
-        title = _TITLES.get(part, part)
         lines = _change_lines(document[part])
         if part in document["not_compared"]:
             lines = ["not compared: only one of the two has this information"]
-        yield from section(title, lines)
+        elif len(document["foreign"]) == 2 and not document[part]:
+            # Weights of other programs may have tensors only.
+            continue
+        yield from section(_TITLES.get(part, part), lines)
     for name, tree in document["trees"].items():
         yield from section(f"{name}: tensors", list(_tree_lines(tree)))
 

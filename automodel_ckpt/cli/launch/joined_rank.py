@@ -44,8 +44,8 @@ def run_joined(prepare: Prepare, *, serve: bool) -> int:
         loaded, recipe_class = import_recipe(prepare)
         note_process_start(os.getpid())
     except AutomodelError as error:
-        # All ranks of a node raise it.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        # All ranks of a node raise it. Under srun, LOCAL_RANK is 0 in each task that sees its own GPU alone.
+        if os.environ.get("SLURM_LOCALID" if serve else "LOCAL_RANK", "0") == "0":
             print_message(describe(error)[1])
         code = error.exit_code
     else:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.cli.ckpt import main
 from tests.support.models.shards import checkpoint_in
 
@@ -82,7 +81,10 @@ def test_whole_files_adapters_and_our_exports_are_told_apart(
     hf_directory(tmp_path / "hf")
     (tmp_path / "adapter").mkdir()
     save_file({"lora_A": torch.ones(2, 2)}, tmp_path / "adapter" / "adapter_model.safetensors")
-    exported = consolidate(checkpoint_in(tmp_path / "run", 20)).output
+    exported = tmp_path / "export"
+    checkpoint = checkpoint_in(tmp_path / "run", 20)
+    assert main(["consolidate", str(checkpoint), "-o", str(exported)]) == 0
+    capsys.readouterr()
     for path, kind, count in (
         (tmp_path / "hf", "Hugging Face files", 2),
         (tmp_path / "adapter", "PEFT adapter", 1),

@@ -13,17 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.models.loading import (
-    _model_of,
-    _takes_images,
-)
-from automodel_ckpt.models.measure import generation
-from automodel_ckpt.models.measure.generation import Sampling
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 
 Capture = pytest.CaptureFixture[str]
@@ -74,25 +67,6 @@ def generated(capsys: Capture, *words: str) -> dict[str, Any]:
     assert main(["generate", *words, *GREEDY, "--json"]) == 0, capsys.readouterr().err
     (completion,) = json.loads(capsys.readouterr().out)["completions"]
     return dict(completion)
-
-
-def test_a_model_that_caps_its_attention_scores_gets_no_sdpa_which_has_no_cap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As in transformers 5.17.
-    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
-    config = transformers.Gemma2Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=64,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = _model_of(str(tmp_path), {"dtype": "auto", "trust_remote_code": False}, None)
-    assert model.model.layers[0].self_attn.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(
@@ -289,43 +263,6 @@ def test_a_conversation_contains_what_was_said_before(
     assert "unknown command /what" in printed.err
 
 
-def test_a_stopped_answer_stays_in_the_conversation(
-    capsys: Capture, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-
-    def interrupted(
-        model: Any, preprocessor: Any, inputs: Any, sampling: Sampling, on_text: Any
-    ) -> Any:
-        seen.append(inputs["input_ids"].shape[1])
-        on_text("I was say")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generation, "generate", interrupted)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nGo on\n"))
-    assert main(["chat", str(model), *GREEDY]) == 0
-    assert capsys.readouterr().out == "I was say\nI was say\n\n"
-    assert seen[1] > seen[0] + 4
-
-
 def test_chat_needs_a_chat_template(capsys: Capture, plain_model: Path) -> None:
     assert main(["chat", str(plain_model)]) == 2
     assert "ckpt generate" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (transformers.ChameleonConfig(architectures=["ChameleonForConditionalGeneration"]), True),
-        (transformers.FuyuConfig(architectures=["FuyuForCausalLM"]), True),
-        (transformers.Emu3Config(architectures=["Emu3ForCausalLM"]), False),
-        (transformers.LlavaConfig(), True),
-        (transformers.Gemma3TextConfig(architectures=["Gemma3ForCausalLM"]), False),
-        (transformers.LlamaConfig(), False),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_models_that_take_images_are_found_without_a_vision_config(
-    config: Any, expected: bool
-) -> None:
-    assert _takes_images(config) is expected

@@ -19,11 +19,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from automodel_ckpt.checkpoint import discover
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.parts.verify import verify_deep
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.open import open_weights
-from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
 from tests.support.models.shards import bits, checkpoint_in
 
@@ -98,20 +94,13 @@ def test_weights_of_every_dtype_come_over_bit_by_bit_into_a_complete_checkpoint(
     document = imported(capsys, make(tmp_path / "source", tensors), tmp_path / "run")
     path = tmp_path / "run" / "epoch_0_step_0"
     assert document["checkpoint"] == str(path) and document["num_tensors"] == len(tensors)
-    manifest = Manifest.read(path)
-    assert (
-        verify_deep(path, manifest) == [] and os.readlink(tmp_path / "run" / "LATEST") == path.name
-    )
+    assert os.readlink(tmp_path / "run" / "LATEST") == path.name
     found = stored(path)
     assert found.keys() == tensors.keys()
     assert all(
         found[name].dtype == t.dtype and (bits(found[name]) == bits(t)).all()
         for name, t in tensors.items()
     )
-    opened = open_weights(tmp_path / "run").modules["model"].tensors
-    assert {name: t.shape for name, t in opened.items()} == {
-        name: tuple(t.shape) for name, t in tensors.items()
-    }
     assert main(["verify", "--deep", str(tmp_path / "run")]) == 0
 
 
@@ -294,9 +283,8 @@ def test_a_single_file_is_refused_by_the_name_of_its_format(
 ) -> None:
     write(tmp_path / name)
     assert said in refused(capsys, tmp_path / name, tmp_path / "run")
-    with pytest.raises(CheckpointUnusable) as raised:
-        open_weights(tmp_path / name)
-    assert said in str(raised.value)
+    assert main(["consolidate", str(tmp_path / name), "-o", str(tmp_path / "export")]) == 3
+    assert said in capsys.readouterr().err
 
 
 def test_weights_do_not_become_the_newest_checkpoint_of_a_run_that_trains(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, tiling_fault
 from automodel_ckpt.checkpoint.tensors import box_reader
 from automodel_ckpt.checkpoint.tensors.statistics import statistics_of
 from automodel_ckpt.cli.ckpt import main
@@ -187,3 +187,20 @@ def test_tensors_whose_names_differ_in_numbers_share_a_line(
     assert ["experts.*.up", "F32", "[2]", "3", "tensors"] in lines
     assert main(["show", str(tmp_path / "c"), "--tensors"]) == 0
     assert "model.layers.11.q.weight" in capsys.readouterr().out
+
+
+def test_slices_whose_rows_stand_apart_are_read_where_they_are(tmp_path: Path) -> None:
+    values = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    (tmp_path / "w").write_bytes(b"head" + values.numpy().tobytes())
+    halves = [Slice("w", "F32", (0, at), (3, 2), "w", 4 + 4 * at, 24, None, True) for at in (0, 2)]
+    reader = box_reader.BoxReader(tmp_path, Tensor("w", "F32", (3, 4), tuple(halves)))
+    read = [reader.wide(reader.read(box)) for box in box_reader.boxes((3, 4))]
+    assert (read[0] == values.numpy()).all() and len(read) == 1
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (0, 3), (7,), (3, 5, 2), (1000, 700), (3, 300_000), (2, 600_000, 1)]
+)
+def test_boxes_make_up_the_tensor(shape: tuple[int, ...]) -> None:
+    found = list(box_reader.boxes(shape))
+    assert tiling_fault(found, shape) is None and all(box.numel <= 256 << 10 for box in found)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from automodel_ckpt.cli.common.example_recipes import EXAMPLES
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 RECIPE = """\
 # A recipe with a comment 🙂.
 model:
@@ -311,7 +311,7 @@ def test_mistakes_are_reported(
 def test_the_examples_are_what_the_command_writes(
     kind: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(EXAMPLES.resolve().parent)
+    monkeypatch.chdir(EXAMPLES.parent)
     recipe = "examples/llm_finetune/qwen3/qwen3_8b_chat_fsdp2_tp.yaml"
     words = ["--nnodes=2", "--nproc-per-node=8", f"--write-launcher={kind}"]
     assert main([recipe, *words]) == EXIT_DONE
