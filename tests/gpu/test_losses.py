@@ -147,9 +147,9 @@ def reference(base: Path, *, packed: bool) -> list[float]:
     samples = plain.samples()
     if not packed:
         return plain.losses(base, "cpu", plain.batches(samples))
-    packs: list[list[dict[str, Any]]] = []
+    packs: list[list[Mapping[str, Any]]] = []
     # Each sample, from the longest on, goes into the fullest pack that has room for it.
-    for sample in sorted(map(dict, samples), key=num_tokens, reverse=True):
+    for sample in sorted(samples, key=num_tokens, reverse=True):
         fitting = [pack for pack in packs if num_tokens(sample, *pack) <= PACK]
         if not fitting:
             packs.append([])
