@@ -107,7 +107,7 @@ def test_a_killed_run_draws_the_same_noise_and_validation_has_none(tmp_path: Pat
     assert resumed == whole
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
     without = ("--optimizer.lr=0.0", "--step_scheduler.max_steps=1", NO_DROPOUT)
-    run_each(tmp_path, {"plain": without, "noise": (*without, NOISE)}, text=text)
+    run_each(tmp_path, {"plain": without, "noise": (*without, NOISE)}, num_ranks=1, text=text)
     plain, noise = (lines(tmp_path / name / "validation.jsonl") for name in ("plain", "noise"))
     assert plain[0]["val_loss"] == noise[0]["val_loss"]
     losses = [
