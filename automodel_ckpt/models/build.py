@@ -7,6 +7,7 @@ import fnmatch
 import logging
 import os
 import pickle
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ def build_model(
     chosen = with_attention_caps(config)
     from automodel_ckpt.models.quantize import cast_to, dequantized
 
-    with _build_errors(from_pretrained, attn_implementation):
+    with _build_errors(from_pretrained):
         if from_pretrained is None:
             options["dtype"] = fresh_dtype(config, dtype)
             with importing_code(options["trust_remote_code"]):
@@ -183,7 +184,7 @@ def _cap_attention(config: PreTrainedConfig) -> None:
 
 
 @contextmanager
-def _build_errors(from_pretrained: str | None, attn_implementation: str | None) -> Iterator[None]:
+def _build_errors(from_pretrained: str | None) -> Iterator[None]:
     """Raise :class:`RecipeError` for errors of transformers and safetensors: damaged files, or a model they lack."""
     name = os.path.expanduser(str(from_pretrained))
     try:
@@ -201,7 +202,7 @@ def _build_errors(from_pretrained: str | None, attn_implementation: str | None) 
         if known := explained(error, from_pretrained or "", "model.from_pretrained"):
             raise known from error
         hint = "correct the model section; weights are read from *.safetensors beside config.json"
-        if attn_implementation is not None:
+        if re.search("(?i)flash|att(n|ention).implementation", str(error)):
             hint = (
                 "set model.attn_implementation to sdpa or eager, or leave it out: transformers then chooses one that "
                 "the model supports"

@@ -97,10 +97,11 @@ def check_not_quantized(model: nn.Module) -> None:
     if not getattr(model, "is_quantized", False):
         return
     config: Any = model.config
+    settings = config.quantization_config
     raise RecipeError(
         "the base's weights stay quantized and cannot be cast to model.dtype",
         where="model.from_pretrained",
-        value=f"quantization_config: {config.quantization_config}",
+        value=f"quantization_config with quant_method {getattr(settings, 'quant_method', settings)}",
         hint="use a base that is not quantized, or train adapters on it (add a peft section)",
     )
 

@@ -149,6 +149,7 @@ def test_links_of_the_cache_and_links_to_weights_are_followed(
         ("config.json", "dtype", "abc"),
         ("config.json", "model_type", {}),
         ("generation_config.json", "eos_token_id", "abc"),
+        ("generation_config.json", "pad_token_id", "abc"),
         ("generation_config.json", "num_beams", "abc"),
         ("generation_config.json", None, "[" * 20000 + "]" * 20000),
         ("config.json", None, "\ufeff{"),

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.data.batches.packing import PackedDataset
 from tests.support.gpu import DEVICE, needs_gpu, only_gpu
 from tests.support.servers.command_server import CommandServer
 from tools.gpu import ours, plain
@@ -138,15 +137,25 @@ def base_of(directory: Path, settings: str) -> Path:
     return base
 
 
+def num_tokens(*samples: Mapping[str, Any]) -> int:
+    return sum(len(sample["input_ids"]) for sample in samples)
+
+
 @cache
 def reference(base: Path, *, packed: bool) -> list[float]:
     """Losses of plain torch on the CPU in float32."""
     samples = plain.samples()
     if not packed:
         return plain.losses(base, "cpu", plain.batches(samples))
-    packs = PackedDataset(samples, PACK)
-    batches = list(plain.batches(packs, num_rows=1))
-    return plain.losses(base, "cpu", batches[: plain.NUM_STEPS])
+    packs: list[list[Mapping[str, Any]]] = []
+    # Each sample, from the longest on, goes into the fullest pack that has room for it.
+    for sample in sorted(samples, key=num_tokens, reverse=True):
+        fitting = [pack for pack in packs if num_tokens(sample, *pack) <= PACK]
+        if not fitting:
+            packs.append([])
+            fitting = packs[-1:]
+        max(fitting, key=lambda pack: num_tokens(*pack)).append(sample)
+    return plain.losses(base, "cpu", packs[: plain.NUM_STEPS])
 
 
 @pytest.fixture(scope="module")

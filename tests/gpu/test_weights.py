@@ -1,4 +1,4 @@
-"""Weights are read from files into tensors of any device, type and layout, by several threads."""
+"""Weights are read from files into tensors of any device and type, and copied from a GPU with locked pages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint.formats import read_ahead, reading
 from automodel_ckpt.checkpoint.formats.reading import read_tree
+from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of
 from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.checkpoint.saving.host_memory import lock_pages, unlock_pages
 from automodel_ckpt.convert.open import open_weights
-from tests.support.gpu import both_devices
+from tests.support.gpu import both_devices, only_gpu
 
 
 @pytest.mark.parametrize("parallel_from", [1, 1 << 40], ids=["threads", "one thread"])
@@ -47,3 +49,22 @@ def test_blocks_of_any_tensor_have_the_values_of_the_file(
     read_tree(source.root, Tree("", dict(source.tensors), {}), state)
     for name, target in targets.items():
         assert torch.equal(target.cpu(), saved[name].to(target.dtype)), name
+
+
+@only_gpu
+def test_a_failed_registration_leaves_no_error_for_the_next_kernel() -> None:
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    assert lock_pages(memory)
+    # CUDA rejects memory that is registered already.
+    assert not lock_pages(memory)
+    assert float(torch.ones(4, device="cuda").mul_(2).sum()) == 8.0
+    unlock_pages(memory)
+
+
+@only_gpu
+@pytest.mark.parametrize("nbytes", [1, (1 << 20) + 3, 5 << 20])
+def test_blocks_of_a_tensor_on_the_device_have_its_bytes(nbytes: int) -> None:
+    expected = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    on_device = expected.cuda()
+    found = b"".join(bytes(block) for block in blocks_of(on_device, block_bytes=1 << 20))
+    assert found == expected.numpy().tobytes()

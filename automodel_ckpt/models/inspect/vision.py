@@ -103,6 +103,8 @@ class AutoMultimodalModel(AutoModelForImageTextToText):
 
 _OURS: Any = AutoMultimodalModel
 _OURS._model_mapping = ChainMap(_IMAGES._model_mapping, _ALL._model_mapping)
+# transformers registers the class of a repository with code. A ChainMap has no such method.
+_OURS.register = _IMAGES.register
 # Repositories with code name their class by it.
 AutoMultimodalModel.__name__ = AutoModelForImageTextToText.__name__
 

@@ -141,15 +141,19 @@ def generate(
     if context is not None:
         # Beyond it, learned positions are an error, and others are of low quality.
         arguments["max_new_tokens"] = min(sampling.max_new_tokens, max(1, context - num_before))
-    ends = _end_tokens(model)
+    own_ends = model.generation_config.eos_token_id
+    ends = {end, *(own_ends if isinstance(own_ends, list) else [own_ends])} - {None}
     if end is not None:
-        ends.add(end)
         arguments["eos_token_id"] = sorted(ends)
-    # transformers asks for the padding token although one sequence needs none.
-    candidates = (model.generation_config.pad_token_id, tokenizer.pad_token_id, *_end_tokens(model))
-    padding = next((int(each) for each in candidates if each is not None), None)
     where = f"generation_config.json and config.json of {model.config.name_or_path or 'the model'}"
     with naming_files("transformers cannot generate text with this model", where):
+        # transformers asks for the padding token although one sequence needs none.
+        candidates = (
+            model.generation_config.pad_token_id,
+            tokenizer.pad_token_id,
+            *ends,
+        )
+        padding = next((int(each) for each in candidates if each is not None), None)
         output = model.generate(
             **inputs,
             **arguments,
@@ -170,10 +174,3 @@ def generate(
         time.perf_counter() - started,
         tokens,
     )
-
-
-def _end_tokens(model: Any) -> set[int]:
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        return set()
-    return set(ids) if isinstance(ids, list) else {ids}

@@ -59,44 +59,37 @@ def test_a_compiled_run_trains_and_saves_like_any_other_and_goes_on_without(tmp_
 
 
 @pytest.mark.further
-def test_compiled_packs_with_adapters_and_recomputed_layers_train_to_the_same_losses(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("num_ranks", "parts"),
+    [
+        (
+            1,
+            (
+                "--packed_sequence.size=64",
+                "--model.attn_implementation=eager",
+                "--model.activation_checkpointing",
+                "--peft={r: 2, base_dir: base}",
+                # As by default on a GPU.
+                "--model.fused_layers",
+            ),
+        ),
+        (2, ("--distributed.cp_size=2",)),
+    ],
+    ids=["packs, adapters, recomputed layers", "divided rows"],
+)
+def test_compiled_layers_train_to_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, parts: tuple[str, ...]
 ) -> None:
-    parts = (
-        STILL,
-        "--packed_sequence.size=64",
-        "--model.attn_implementation=eager",
-        "--model.activation_checkpointing",
-        "--peft.r=2",
-        f"--peft.base_dir={tmp_path / 'base'}",
-        "--step_scheduler.max_steps=2",
-    )
-    run(tmp_path, *parts, name="plain")
-    # With fused layers, as by default on a GPU.
-    run(tmp_path, *COMPILED, "--model.fused_layers", *parts, recipe_class=Compiled)
+    monkeypatch.chdir(tmp_path)
+    both = (STILL, *parts, "--step_scheduler.max_steps=2")
+    run(tmp_path, *both, name="plain", num_ranks=num_ranks)
+    run(tmp_path, *COMPILED, *both, num_ranks=num_ranks, recipe_class=Compiled)
     plain, compiled = (
         lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "run")
     )
-    assert [record["loss"] for record in compiled] == pytest.approx(
-        [record["loss"] for record in plain], rel=1e-5
-    )
-    assert [record["grad_norm"] for record in compiled] == pytest.approx(
-        [r["grad_norm"] for r in plain], rel=1e-4
-    )
-
-
-@pytest.mark.further
-def test_compiled_layers_with_divided_rows_have_the_same_gradients(tmp_path: Path) -> None:
-    parts = (STILL, "--distributed.cp_size=2", "--step_scheduler.max_steps=2")
-    run(tmp_path, *parts, name="plain", num_ranks=2)
-    run(tmp_path, *COMPILED, *parts, num_ranks=2, recipe_class=Compiled)
-    plain, compiled = (
-        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "run")
-    )
-    for key in ("loss", "grad_norm"):
-        assert [record[key] for record in compiled] == pytest.approx(
-            [record[key] for record in plain], rel=1e-4
-        )
+    for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        expected = pytest.approx([record[key] for record in plain], rel=tolerance)
+        assert [record[key] for record in compiled] == expected
 
 
 class NotingLoop(LLMFinetune.loop_class):

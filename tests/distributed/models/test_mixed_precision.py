@@ -11,25 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.models.layers.adapter import add_adapters, copy_saved_modules, widen_trained
-from automodel_ckpt.models.layers.lora import Lora
-from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.model.trainable import Trainable
 from tests.distributed.kinds.test_training import lines_of_steps
 from tests.support import ranks
-from tests.support.runs.parallel import (
-    VOCABULARY,
-    layout_here,
-    model_of,
-    train_steps,
-)
 from tests.support.runs.training import MODEL, RECIPE, train, write_recipe
 
 MIXED = "--distributed.mixed_precision=bfloat16"
@@ -39,9 +27,7 @@ LINEAR = ("--lr_scheduler.decay_steps=3", "--step_scheduler.max_steps=3")
 class Watched(LLMFinetune):
     """Fails unless each projection computes in bfloat16 while the weights and their moments are float32."""
 
-    def build_trainable(
-        self, config: RecipeConfig | None = None, *, is_trained: bool = True
-    ) -> Trainable:
+    def build_trainable(self, config: Any = None, *, is_trained: bool = True) -> Any:
         self.seen: set[torch.dtype] = set()
         trainable = super().build_trainable(config, is_trained=is_trained)
         for name, module in trainable.model.named_modules():
@@ -106,32 +92,6 @@ def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
     assert [r["loss"] for r in mixed] != [r["loss"] for r in plain]
 
 
-def test_on_one_rank_fsdp2_casts_what_trains_and_leaves_a_base_in_16_bits_alone() -> None:
-    ((sharded, frozen), steps) = ranks.run(adapter_steps, 1)[0]
-    assert sharded == {torch.float32}
-    assert frozen == set()
-    ((sharded, frozen), steps_of_two) = ranks.run(adapter_steps, 2)[0]
-    assert (sharded, frozen) == ({torch.float32}, {torch.bfloat16})
-    for one, two in zip(steps, steps_of_two, strict=True):
-        assert one == pytest.approx(two, rel=0.03)
-
-
-def adapter_steps() -> tuple[tuple[set[torch.dtype], set[torch.dtype]], list[tuple[float, float]]]:
-    """The data types of the trained and of the frozen parameters that fsdp2 manages, and the steps."""
-    layout = layout_here()
-    base = model_of(tie_word_embeddings=False).to(torch.bfloat16)
-    lora = Lora(modules_to_save=["lm_head"])
-    model = add_adapters(base, lora, task_type="CAUSAL_LM", num_base_rows=VOCABULARY).model
-    widen_trained(model)
-    sharded = parallelize(model, layout, Parallelism("fsdp2", compute_dtype=torch.bfloat16))
-    copy_saved_modules(sharded)
-    trained, frozen = set(), set()
-    for parameter in sharded.parameters():
-        if isinstance(parameter, DTensor):
-            (trained if parameter.requires_grad else frozen).add(parameter.dtype)
-    return (trained, frozen), train_steps(sharded, layout, 2)
-
-
 FREEZE = "['*embed_tokens*', '*layers.0.mlp*']"
 IN_FLOAT32 = ("--distributed.strategy=single", "--distributed.mixed_precision=none")
 
@@ -141,9 +101,7 @@ class Frozen(LLMFinetune):
 
     types: dict[str, torch.dtype]
 
-    def build_trainable(
-        self, config: RecipeConfig | None = None, *, is_trained: bool = True
-    ) -> Trainable:
+    def build_trainable(self, config: Any = None, *, is_trained: bool = True) -> Any:
         trainable = super().build_trainable(config, is_trained=is_trained)
         found = {name: p.dtype for name, p in trainable.model.named_parameters()}
         trained = {name for name, p in trainable.model.named_parameters() if p.requires_grad}
@@ -254,5 +212,5 @@ def test_stages_of_a_pipeline_cast_the_frozen_weights_of_other_stages(tmp_path: 
 
     mixed = ("--distributed.strategy=fsdp2", MIXED)
     in_float32 = "--distributed.mixed_precision=none"
-    ranks.run_each([run(1, *mixed), run(2, in_float32), run(3, *mixed)], 2)
-    assert (tmp_path / "run" / "epoch_0_step_3").is_dir()
+    ranks.run_each([run(1, *mixed), run(2, in_float32)], 2)
+    assert (tmp_path / "run" / "epoch_0_step_2").is_dir()

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from automodel_ckpt.base.rng import StatefulRNG
-from tests.distributed.kinds.test_training import lines, lines_of_steps, run, run_each
+from tests.distributed.kinds.test_training import lines, lines_of_steps, run_each
 from tests.distributed.parallel.test_router_loss import ONE_STEP, one_step
 from tests.support import ranks
 from tests.support.runs.training import (
@@ -55,7 +55,9 @@ def reference(weights: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.
     )
     model: Any = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(weights, strict=False)
-    StatefulRNG(7, 0)
+    # As rank 0 of a run with the seed 7.
+    of_rank = np.random.SeedSequence([7, 0]).generate_state(1, np.uint64)
+    torch.manual_seed(int(of_rank[0]) % 2**63)
     embedded = model.get_input_embeddings()(tokens)
     uniform = torch.empty_like(embedded).uniform_(-1, 1)
     for row in range(8):
@@ -97,26 +99,15 @@ def test_loss_and_gradients_are_those_of_plain_pytorch_also_with_tensor_parallel
 def test_a_killed_run_draws_the_same_noise_and_validation_has_none(tmp_path: Path) -> None:
     text = RECIPE + VALIDATION
     options = ("--step_scheduler.max_steps=6", "--optimizer.lr=1e-3")
-    for num_ranks in (2,):
-        name = f"whole{num_ranks}"
-        directory = tmp_path / f"killed{num_ranks}"
-        training = partial(
-            train,
-            write_recipe(tmp_path, text),
-            f"--checkpoint.checkpoint_dir={directory}",
-            *options,
-            NOISE,
-            recipe_class=killed_after(5),
-        )
-        ranks.outcomes(training, num_ranks, init=False)
-        runs = {directory.name: (*options, NOISE), name: (*options, NOISE)}
-        resumed, whole = run_each(tmp_path, runs, num_ranks=num_ranks, text=text)
-        assert resumed == whole
-        assert steps_of(directory) == steps_of(tmp_path / name)
+    directory = f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}"
+    training = partial(train, write_recipe(tmp_path, text), directory, *options, NOISE)
+    ranks.outcomes(partial(training, recipe_class=killed_after(5)), 2, init=False)
+    runs = dict.fromkeys(("killed", "whole"), (*options, NOISE))
+    resumed, whole = run_each(tmp_path, runs, num_ranks=2, text=text)
+    assert resumed == whole
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
     without = ("--optimizer.lr=0.0", "--step_scheduler.max_steps=1", NO_DROPOUT)
-    run(tmp_path, *without, name="plain", text=text)
-    # With model.neftune_alpha.
-    run(tmp_path, *without, NOISE, name="noise", text=text)
+    run_each(tmp_path, {"plain": without, "noise": (*without, NOISE)}, num_ranks=1, text=text)
     plain, noise = (lines(tmp_path / name / "validation.jsonl") for name in ("plain", "noise"))
     assert plain[0]["val_loss"] == noise[0]["val_loss"]
     losses = [

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,13 +21,8 @@ from transformers import (
 )
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.models.build import build_model
-from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
-from automodel_ckpt.training.model.deferred_model import build_deferred
 from tests.support import ranks
 from tests.support.models.small_tokenizer import small_tokenizer
-from tests.support.runs.parallel import layout_here
 from tests.support.runs.training import EXPORT, RECIPE, train, write_recipe
 
 SIZES: dict[str, Any] = {
@@ -147,10 +141,11 @@ def make_base(directory: Path, family: str, method: str) -> Path:
 
 def expected(directory: Path, method: str, dtype: str) -> dict[str, torch.Tensor]:
     """What transformers reads; for compressed-tensors, the product in a few lines of torch."""
-    config = AutoConfig.from_pretrained(directory)
     if method != "compressed-tensors":
-        model = build_model(config, from_pretrained=str(directory), dtype=dtype)
-        return dict(model.state_dict())
+        config = AutoConfig.from_pretrained(directory)
+        config.quantization_config["dequantize"] = True
+        read: Any = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype)
+        return dict(read.state_dict())
     values: dict[str, torch.Tensor] = {}
     stored = load_file(directory / "model.safetensors")
     for name, value in stored.items():
@@ -161,49 +156,55 @@ def expected(directory: Path, method: str, dtype: str) -> dict[str, torch.Tensor
     return values
 
 
-def read_in_parts(root: Path) -> list[dict[str, torch.Tensor] | None]:
-    """The values that two ranks read of each case with fsdp2; None if each rank built the complete model."""
-    found: list[dict[str, torch.Tensor] | None] = []
-    for family, method, dtype in CASES:
-        directory = root / f"{family}-{method}"
-        section = ModelConfig(from_pretrained=str(directory), dtype=dtype)  # type: ignore[arg-type]
-        deferred = build_deferred(
-            section,
-            AutoConfig.from_pretrained(directory),
-            base=str(directory),
-            auto_class=AutoModelForCausalLM,
-            seed=5,
-            group=dist.group.WORLD,
-        )
-        if deferred.materialise is None:
-            found.append(None)
-            continue
-        model: Any = parallelize(deferred.model, layout_here(), Parallelism(), deferred.materialise)
-        assert not hasattr(model.config, "quantization_config")
-        values: dict[str, torch.Tensor] = {}
-        for name, value in model.state_dict().items():
-            values[name] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
-        found.append(values)
-    return found
+_, _, REST = RECIPE.partition("dataset:")
+
+
+def recipe_on(base: Path, place: Path, more: str = "") -> Path:
+    """Write a recipe that trains *base*, in the directory *place*."""
+    place.mkdir(parents=True)
+    model = f"model: {{from_pretrained: {base}, dtype: bfloat16}}\n"
+    return write_recipe(place, f"seed: 7\n{model}{more}dataset:{REST}")
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    root = tmp_path_factory.mktemp("quantized")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bases of all cases."""
+    directory = tmp_path_factory.mktemp("quantized")
     for family, method, _ in CASES:
-        if not (root / f"{family}-{method}").exists():
-            make_base(root / f"{family}-{method}", family, method)
-    return root, ranks.run(read_in_parts, 2, root, timeout=120)[0]
+        make_base(directory / f"{family}-{method}", family, method)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def exports(root: Path) -> dict[str, Path]:
+    """What two ranks with fsdp2 export of each base after a step that changes nothing: {name: directory}."""
+    trainings, found = [], {}
+    for name in [f"{family}-{method}" for family, method, _ in CASES]:
+        place = root / "runs" / name
+        words = (
+            f"--checkpoint.checkpoint_dir={place / 'run'}",
+            "--step_scheduler.max_steps=1",
+            "--optimizer.lr=0",
+            "--distributed.strategy=fsdp2",
+            EXPORT,
+        )
+        trainings.append(partial(train, recipe_on(root / name, place), *words))
+        found[name] = place / "run/LATEST/model/consolidated"
+    ranks.run_each(trainings, 2)
+    return found
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_the_shards_of_two_ranks_are_what_transformers_dequantizes(
-    read: tuple[Path, list[Any]], case: tuple[str, str, str]
+    root: Path, exports: dict[str, Path], case: tuple[str, str, str]
 ) -> None:
-    root, found = read
     family, method, dtype = case
-    values = found[CASES.index(case)]
-    assert values is not None, "each rank built the complete model"
+    export = exports[f"{family}-{method}"]
+    assert "quantization_config" not in json.loads((export / "config.json").read_bytes())
+    log = (export.parents[2] / "log.txt").read_text()
+    assert "each rank builds the complete model" not in log
+    read: Any = AutoModelForCausalLM.from_pretrained(export, dtype="auto")
+    values = read.state_dict()
     wanted = expected(root / f"{family}-{method}", method, dtype)
     assert values.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -218,19 +219,12 @@ ADAPTERS = [
 
 
 @pytest.fixture(scope="module")
-def adapters(
-    read: tuple[Path, list[Any]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def adapters(root: Path) -> dict[str, Path]:
     """Runs with adapters on quantized bases: {family: directory of checkpoints}."""
-    root = tmp_path_factory.mktemp("adapters")
-    _, _, rest = RECIPE.partition("dataset:")
     recipes: dict[str, Path] = {}
     for family, method, experts in ADAPTERS:
-        base = read[0] / f"{family}-{method}"
-        peft = f"{{r: 2, target_modules: [q_proj], target_parameters: {experts}}}"
-        text = f"seed: 7\nmodel: {{from_pretrained: {base}, dtype: bfloat16}}\npeft: {peft}\n"
-        (root / family).mkdir()
-        recipes[family] = write_recipe(root / family, f"{text}dataset:{rest}")
+        peft = f"peft: {{r: 2, target_modules: [q_proj], target_parameters: {experts}}}\n"
+        recipes[family] = recipe_on(root / f"{family}-{method}", root / "adapters" / family, peft)
 
     def all_families() -> None:
         for recipe in recipes.values():
@@ -244,11 +238,7 @@ def adapters(
 @pytest.mark.parametrize(("family", "method"), [case[:2] for case in ADAPTERS])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_on_a_quantized_base_are_merged_into_ordinary_files(
-    read: tuple[Path, list[Any]],
-    adapters: dict[str, Path],
-    family: str,
-    method: str,
-    tmp_path: Path,
+    root: Path, adapters: dict[str, Path], family: str, method: str, tmp_path: Path
 ) -> None:
     from peft import PeftModel
 
@@ -256,10 +246,10 @@ def test_adapters_on_a_quantized_base_are_merged_into_ordinary_files(
     assert main(["export", str(adapters[family]), "--merge", "--output", str(merged)]) == 0
     assert "quantization_config" not in json.loads((merged / "config.json").read_bytes())
     found: Any = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.bfloat16)
-    config = AutoConfig.from_pretrained(read[0] / f"{family}-{method}")
+    config = AutoConfig.from_pretrained(root / f"{family}-{method}")
     del config.quantization_config
     base: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    base.load_state_dict(expected(read[0] / f"{family}-{method}", method, "bfloat16"))
+    base.load_state_dict(expected(root / f"{family}-{method}", method, "bfloat16"))
     before = {name: value.clone() for name, value in base.state_dict().items()}
     adapted = PeftModel.from_pretrained(base.float(), adapters[family] / "LATEST" / "model")
     wanted = adapted.merge_and_unload().state_dict()
@@ -270,28 +260,3 @@ def test_adapters_on_a_quantized_base_are_merged_into_ordinary_files(
         if not torch.equal(value, before[name]):
             changed.add(name.rpartition(".")[0].rpartition(".")[2])
     assert changed == ({"q_proj"} if family == "llama" else {"q_proj", "experts"})
-
-
-def test_a_run_on_an_fp8_base_exports_ordinary_files(
-    read: tuple[Path, list[Any]], tmp_path: Path
-) -> None:
-    base = read[0] / "llama-fp8"
-    _, _, rest = RECIPE.partition("dataset:")
-    text = f"seed: 7\nmodel: {{from_pretrained: {base}, dtype: bfloat16}}\ndataset:{rest}"
-    recipe = write_recipe(tmp_path, text)
-    words = (
-        f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
-        "--step_scheduler.max_steps=1",
-        "--optimizer.lr=0",
-        EXPORT,
-    )
-    ranks.run(lambda: train(recipe, *words), 1, init=False, timeout=120)
-    export = tmp_path / "run" / "LATEST" / "model" / "consolidated"
-    assert "quantization_config" not in json.loads((export / "config.json").read_bytes())
-    (file,) = export.glob("*.safetensors")
-    exported = load_file(file)
-    wanted = expected(base, "fp8", "bfloat16")
-    assert exported.keys() == wanted.keys()
-    for name, value in exported.items():
-        assert value.dtype == torch.bfloat16
-        assert torch.equal(value, wanted[name])

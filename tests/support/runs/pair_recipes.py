@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from automodel_ckpt.training.recipe import Recipe
 from tests.fixtures.embedding import tiny_pairs as tiny
 from tests.support.runs.training import build, steps_of, train
 
@@ -52,8 +51,6 @@ _RERANKER = {
 }
 NUM_VALIDATED = 17
 
-R = TypeVar("R", bound=Recipe)
-
 
 def write_embedding(
     directory: Path, kind: str = "bert", num_negatives: int = 0, **options: Any
@@ -80,10 +77,9 @@ def _write(
     return recipe
 
 
-def trained(recipe_file: Path, *overrides: str, recipe_class: type[R]) -> R:
+def trained(recipe_file: Path, *overrides: str, recipe_class: Any = None) -> Any:
     """Train a recipe, and return it before it is closed."""
     recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
-    assert isinstance(recipe, recipe_class)
     try:
         recipe.setup()
         recipe.run()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch.distributed import ProcessGroup
@@ -16,7 +14,6 @@ from automodel_ckpt.parallel.mesh_sizes import (
     require_replicas,
     share_out,
 )
-from automodel_ckpt.parallel.parallelize import Parallelism, check_parallelism
 
 
 def layout(rank: int, sizes: Sizes) -> RankLayout:
@@ -103,10 +100,3 @@ def test_context_parallel_ranks_share_samples_but_each_has_tokens_and_random_num
     assert [place.rank for place in places if place.reports] == [0, 4]
     assert [place.rank for place in places if place.reports_loss] == [0, 2, 4, 6]
     assert str(grid) == "dp_shard 2 x cp 2 x tp 2"
-
-
-@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
-def test_offloading_without_shards_or_without_a_gpu_is_refused(strategy: str) -> None:
-    options: dict[str, Any] = {"strategy": strategy, "cpu_offload": True}
-    with pytest.raises(RecipeError, match="needs fsdp2, and the memory of a GPU"):
-        check_parallelism(Parallelism(**options), layout(0, share_out(1)))

@@ -21,11 +21,10 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from automodel_ckpt.data.batches.packing import PackedDataset, RowLayout
+from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.models.attention.by_document import (
     attend_by_document,
-    attend_by_mask,
 )
 from automodel_ckpt.models.attention.documents import Documents, documents_of
 from automodel_ckpt.models.inspect.forward import attention_of
@@ -75,36 +74,6 @@ def test_each_document_alone_has_its_loss_and_gradients(
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("model_type", APART)
-def test_packs_have_the_logits_that_masks_give(
-    model_type: str, looked_at: list[tuple[int, bool]]
-) -> None:
-    model, packs = by_document(model_type), PackedDataset(samples(), 13)
-    rows = RowLayout(32, one_row=True)(PadCollator(0)([packs[i] for i in range(len(packs))]))
-    inputs = {name: rows[name] for name in ("input_ids", "position_ids")}
-    for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
-        model.to(dtype).eval()
-        ours = model(**inputs, **OPTIONS).logits
-        attend_by_mask(model)
-        looked_at.clear()
-        assert (ours - model(**inputs, **OPTIONS).logits).abs().max() <= allowed * ours.abs().max()
-        assert min(tokens for tokens, _ in looked_at) == rows["input_ids"].numel()
-        assert attend_by_document(model, OPTIONS)
-
-
-def test_only_the_model_that_was_asked_attends_so(looked_at: list[tuple[int, bool]]) -> None:
-    asked = by_document("llama")
-    rows = {name: value for name, value in one_row().items() if name != "labels"}
-    other = build("llama", "sdpa")
-    attend_by_mask(other)
-    looked_at.clear()
-    other(**rows, **OPTIONS)
-    assert set(looked_at) == {(rows["input_ids"].numel(), True)}
-    looked_at.clear()
-    copy.deepcopy(asked)(**rows, **OPTIONS)
-    assert max(tokens for tokens, _ in looked_at) == 12
 
 
 def test_other_attention_stays_as_it_is() -> None:

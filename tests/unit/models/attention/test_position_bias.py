@@ -40,10 +40,3 @@ def test_values_and_gradients_are_the_same_and_rows_have_no_gaps(model: Any) -> 
     assert attention.compute_bias(24, 24).stride(-1) == 1
     for before, after in zip(output_and_gradients(model), output_and_gradients(other), strict=True):
         torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
-
-
-def test_models_without_position_biases_are_unchanged() -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    assert lay_out_position_biases(AutoModel.from_config(config)) == 0

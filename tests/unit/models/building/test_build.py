@@ -28,10 +28,9 @@ from automodel_ckpt.models.build import (
     build_model,
     restore_attention_caps,
 )
-from automodel_ckpt.models.config_checks import check_context, check_vocabulary
+from automodel_ckpt.models.config_checks import check_vocabulary
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.inspect.repository import (
-    base_directory,
     require_local,
 )
 from automodel_ckpt.models.layers.freezing import freeze
@@ -94,12 +93,6 @@ def test_a_path_without_a_directory_is_refused_without_asking_the_hub(name: str)
         require_local(name, "model.from_pretrained")
 
 
-def test_a_hub_model_that_is_not_cached_is_refused_offline() -> None:
-    with pytest.raises(RecipeError, match="not in the cache"):
-        load_model_config(from_pretrained="some-organisation/some-model")
-    assert base_directory("some-organisation/some-model") is None
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -114,13 +107,6 @@ def test_a_config_that_transformers_cannot_use_is_refused_with_the_reason(
     (tmp_path / "misspelt" / "config.json").write_text('{"model_type": "lama"}')
     with pytest.raises(RecipeError, match=said):
         load_model_config(from_pretrained=str(tmp_path / name))
-
-
-def test_longer_samples_than_the_context_are_refused() -> None:
-    config = LlamaConfig(max_position_embeddings=32)
-    check_context(config, 32, "dataset.seq_length")
-    with pytest.raises(RecipeError, match="longer than the model's context"):
-        check_context(config, 33, "dataset.seq_length")
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
@@ -167,8 +153,8 @@ def test_weights_are_read_from_files_in_their_own_or_another_dtype(
 def test_files_without_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     config = load_model_config(from_pretrained=str(tmp_path))
-    with pytest.raises(RecipeError, match="the model cannot be built"):
-        build_model(config, from_pretrained=str(tmp_path))
+    with pytest.raises(RecipeError, match=r"the model cannot be built[\s\S]*hint: .*safetensors"):
+        build_model(config, from_pretrained=str(tmp_path), attn_implementation="eager")
 
 
 GEMMA2: dict[str, Any] = {
@@ -271,17 +257,6 @@ def test_the_part_of_a_part_that_caps_its_attention_scores_gets_eager_attention(
     }
 
 
-def test_globs_freeze_parameters_and_one_that_matches_nothing_is_refused() -> None:
-    model = build_model(load_model_config(from_config=TINY))
-    freeze(model, ["*embed_tokens*", "model.layers.0.*"])
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    assert "model.embed_tokens.weight" in frozen
-    assert "model.layers.0.mlp.up_proj.weight" in frozen
-    assert not any(name.startswith("model.layers.1.") for name in frozen)
-    with pytest.raises(RecipeError, match=r"did you mean .*model\.norm\.weight"):
-        freeze(model, ["model.nrom.weight"])
-
-
 def test_patterns_of_parameters_that_a_model_may_lack_are_allowed_on_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -293,6 +268,9 @@ def test_patterns_of_parameters_that_a_model_may_lack_are_allowed_on_request(
     assert "model.layers.0.mlp.up_proj.weight" in frozen
     assert "the model has no parameters vision_tower" in caplog.text
     assert "the model has no parameters *audio*" in caplog.text
+    assert not any(name.startswith("model.layers.1.") for name in frozen)
+    with pytest.raises(RecipeError, match=r"did you mean .*model\.norm\.weight"):
+        freeze(model, ["model.nrom.weight"])
     with pytest.raises(RecipeError, match="no parameter's name matches"):
         freeze(model, ["vision_tower"], ["*audio*"])
     with pytest.raises(RecipeError, match="no parameter is left to train"):

@@ -124,22 +124,6 @@ def test_adapters_are_divided_with_the_layers_that_they_are_in() -> None:
         assert layers == ({"0", "1"} if number == 0 else {"2", "3"})
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_stage_holds_its_own_parameters_under_their_names_in_the_whole_model(tied: bool) -> None:
-    model: Any = model_of(num_hidden_layers=3, tie_word_embeddings=tied)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    stages = [stage for stage, _ in cut(model, 2)]
-    held = [{name for name, _ in stage.named_parameters()} for stage in stages]
-    assert held == [
-        {names[id(p)] for p in parameters} for parameters in parameters_of_stages(model, 2)
-    ]
-    assert held[0] | held[1] == set(names.values())
-    assert held[0] & held[1] == ({"model.embed_tokens.weight"} if tied else set())
-    assert "model.layers.2.mlp.up_proj.weight" in held[1]
-    if tied:
-        assert stages[1].lm_head.weight is stages[1].model.embed_tokens.weight
-
-
 def refusal(model: Any, num_stages: int = 2) -> str:
     with pytest.raises(RecipeError) as caught:
         check_stages(model, num_stages)
@@ -154,10 +138,6 @@ def test_models_whose_layers_cannot_run_on_separate_ranks_are_rejected() -> None
     model: Any = model_of()
     model.model.extra = torch.nn.Linear(2, 2)
     assert "parameters elsewhere (model.extra.weight)" in refusal(model)
-
-
-def test_models_whose_layers_share_more_than_hidden_states_are_rejected() -> None:
-    model: Any = model_of()
     model.config.num_kv_shared_layers = 1
     assert "its layers share values (num_kv_shared_layers)" in refusal(model)
 

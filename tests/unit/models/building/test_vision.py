@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.hf_names import names_in_files
-from automodel_ckpt.models.inspect.vision import image_token_ids, parameters_of
+from automodel_ckpt.models.inspect.vision import AutoMultimodalModel, image_token_ids, parameters_of
 from automodel_ckpt.models.layers.freezing import freeze
 from tests.support.models.vision import FAMILIES, make_base
 
@@ -58,6 +58,14 @@ def test_parts_are_frozen_by_their_names(family: str) -> None:
 def test_a_part_that_a_language_model_does_not_have_is_refused() -> None:
     with pytest.raises(RecipeError, match="no parameter's name matches"):
         freeze(torch.nn.Sequential(torch.nn.Linear(2, 2)), ["vision_tower"])
+
+
+def test_the_class_of_a_repository_with_code_can_be_registered() -> None:
+    """transformers registers it while it builds the model."""
+    config = type("OwnConfig", (PreTrainedConfig,), {"model_type": "own_multimodal"})
+    model = type("OwnModel", (PreTrainedModel,), {"config_class": config})
+    AutoMultimodalModel.register(config, model)
+    assert type(AutoMultimodalModel.from_config(config())) is model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

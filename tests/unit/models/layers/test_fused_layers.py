@@ -107,33 +107,26 @@ def test_a_normalization_is_recognized_by_what_it_computes(
     torch.testing.assert_close(fused(inputs), plain(inputs))
 
 
-def test_an_epsilon_that_is_added_elsewhere_is_noticed() -> None:
-    class Other(LlamaRMSNorm):
-        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-            norm = hidden_states.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon
-            return self.weight * hidden_states / norm
-
-    assert fuse_norms(Other(8, 1e-5)) == 0
+def changed(base: type[nn.Module], change: Callable[[Any, torch.Tensor], Any]) -> Any:
+    """A class whose forward pass is a *change* of that of *base*; it is called with the module and the input."""
+    return type("Changed", (base,), {"forward": lambda self, inputs: change(self, inputs)})
 
 
-class Limited(LlamaRMSNorm):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states.clamp(-100, 100))
-
-
-class Flat(LlamaRMSNorm):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states).flatten(0, -2)
-
-
-class Narrow(LlamaRMSNorm):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states).bfloat16()
-
-
-@pytest.mark.parametrize("other", [Limited, Flat, Narrow])
-def test_a_limit_another_shape_and_another_dtype_are_noticed(other: type[LlamaRMSNorm]) -> None:
-    assert fuse_norms(other(8)) == 0
+@pytest.mark.parametrize(
+    "change",
+    [
+        # Epsilon is added elsewhere.
+        lambda norm, x: (
+            norm.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + norm.variance_epsilon)
+        ),
+        lambda norm, x: LlamaRMSNorm.forward(norm, x.clamp(-100, 100)),
+        lambda norm, x: LlamaRMSNorm.forward(norm, x).flatten(0, -2),
+        lambda norm, x: LlamaRMSNorm.forward(norm, x).bfloat16(),
+    ],
+    ids=["epsilon", "limit", "shape", "dtype"],
+)
+def test_another_normalization_is_noticed(change: Callable[[Any, torch.Tensor], Any]) -> None:
+    assert fuse_norms(changed(LlamaRMSNorm, change)(8)) == 0
 
 
 def test_the_gradients_of_a_normalization_are_right() -> None:
@@ -159,36 +152,17 @@ def test_a_gated_layer_is_recognized_by_what_it_computes(model_type: str, num_fu
     )
 
 
-def test_another_activation_or_a_scaled_product_is_noticed() -> None:
+def test_another_activation_and_another_product_are_noticed() -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
-    config = LlamaConfig(**sizes, hidden_act="gelu")
-    assert fuse_gates(LlamaMLP(config)) == 0
-
-    class Scaled(LlamaMLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 0.5
-
     config = LlamaConfig(**sizes)
-    assert fuse_gates(Scaled(config)) == 0 and fuse_gates(LlamaMLP(config)) == 1
-
-
-class FlatMLP(LlamaMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = super().forward(x)
-        return product.flatten(0, -2)
-
-
-class LimitedSiLU(nn.SiLU):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input).clamp(max=20.0)
-
-
-def test_a_limited_activation_and_another_shape_are_noticed() -> None:
-    config = LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=2)
-    assert fuse_gates(FlatMLP(config)) == 0
+    assert fuse_gates(LlamaMLP(config)) == 1
+    assert fuse_gates(LlamaMLP(LlamaConfig(**sizes, hidden_act="gelu"))) == 0
     limited = LlamaMLP(config)
-    limited.act_fn = LimitedSiLU()
+    limited.act_fn = changed(nn.SiLU, lambda silu, x: nn.SiLU.forward(silu, x).clamp(max=20.0))()
     assert fuse_gates(limited) == 0
+    for change in (lambda product: product * 0.5, lambda product: product.flatten(0, -2)):
+        other = changed(LlamaMLP, lambda mlp, x, by=change: by(LlamaMLP.forward(mlp, x)))
+        assert fuse_gates(other(config)) == 0
 
 
 def test_the_gradients_of_a_gated_product_are_right() -> None:

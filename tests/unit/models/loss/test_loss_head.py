@@ -145,6 +145,14 @@ def gradients(
     return loss.item(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
+Gradients = tuple[float, list[torch.Tensor]]
+
+
+def assert_same(found: Gradients, expected: Gradients) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
 def batch() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, 97, (3, 9), generator=generator)
@@ -158,16 +166,13 @@ def test_a_model_with_a_loss_head_learns_the_same(model_type: str, frozen_head: 
     model = build(model_type).eval()
     model.get_output_embeddings().weight.requires_grad_(not frozen_head)
     names, state = dict(model.named_parameters()).keys(), copy.deepcopy(model.state_dict())
-    expected_loss, expected = gradients(model, batch(), None)
+    expected = gradients(model, batch(), None)
     head = install_loss_head(model, OPTIONS)
     assert head is model.get_output_embeddings()
     assert dict(model.named_parameters()).keys() == names
     assert model.state_dict().keys() == state.keys()
     for all_up_to in (0, head.all_up_to):
-        loss, ours = gradients(model, batch(), head, all_up_to)
-        assert loss == pytest.approx(expected_loss, rel=1e-6)
-        for one, other in zip(ours, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert_same(gradients(model, batch(), head, all_up_to), expected)
     assert model(input_ids=batch()["input_ids"], **OPTIONS).logits.shape == (3, 9, 97)
 
 
@@ -255,15 +260,12 @@ def test_a_scale_and_a_cap_are_found_without_a_config() -> None:
     del model.temperature
     with torch.no_grad():
         model.layer.weight.mul_(30)
-    expected_loss, expected = gradients(model, batch(), None)
+    expected = gradients(model, batch(), None)
     head = install_loss_head(model, OPTIONS)
     assert head is not None
     assert head.transform.cap == 15
     assert head.transform.scale == pytest.approx(0.7, rel=1e-6)
-    loss, ours = gradients(model, batch(), head)
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert_same(gradients(model, batch(), head), expected)
 
 
 @pytest.mark.usefixtures("_chunks")
@@ -287,7 +289,7 @@ def test_models_that_scale_or_cap_their_logits_learn_the_same(
         model = build(model_type, "eager").eval()
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(5)
-    expected_loss, expected = gradients(model, batch(), None)
+    expected = gradients(model, batch(), None)
     head = install_loss_head(model, OPTIONS)
     assert isinstance(head, LossHead)
     assert head.transform.cap == transform.cap
@@ -295,13 +297,10 @@ def test_models_that_scale_or_cap_their_logits_learn_the_same(
     rounding = 0 if transform.scale == 1 else 1e-6
     assert head.transform.scale == pytest.approx(transform.scale, rel=rounding)
     for all_up_to in (0, head.all_up_to):
-        loss, ours = gradients(model, batch(), head, all_up_to)
-        assert loss == pytest.approx(expected_loss, rel=1e-6)
-        for one, other in zip(ours, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert_same(gradients(model, batch(), head, all_up_to), expected)
     # Validation and generation still get the logits that the model computes.
     logits = model(input_ids=batch()["input_ids"], **OPTIONS).logits
-    assert next_token_loss(logits, batch()["labels"]).item() == pytest.approx(expected_loss)
+    assert next_token_loss(logits, batch()["labels"]).item() == pytest.approx(expected[0])
 
 
 @pytest.mark.usefixtures("_chunks")
@@ -381,15 +380,12 @@ def adapted(**options: Any) -> Any:
 @pytest.mark.usefixtures("_chunks")
 def test_an_output_layer_that_is_trained_as_a_whole_learns_the_same() -> None:
     model = adapted(target_modules=["q_proj"], modules_to_save=["lm_head"])
-    expected_loss, expected = gradients(model, batch(), None)
+    expected = gradients(model, batch(), None)
     names = dict(model.named_parameters()).keys()
     head = install_loss_head(model, OPTIONS)
     assert head is not None
     assert dict(model.named_parameters()).keys() == names
-    loss, ours = gradients(model, batch(), head)
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert_same(gradients(model, batch(), head), expected)
     unlabelled = batch() | {"labels": torch.full((3, 9), -100)}
     loss, zeros = gradients(model, unlabelled, head)
     assert loss == 0 and not any(each.any() for each in zeros)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -184,32 +183,6 @@ def test_a_block_of_zeros_has_the_codes_of_zero() -> None:
         assert not state[f"{moment}_scales"].any()
         zero = dynamic_table(is_signed).tolist().index(0.0)
         assert (state[f"{moment}_codes"] == zero).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_state_that_was_saved_and_loaded_continues_exactly(dtype: torch.dtype) -> None:
-    values = torch.randn(64, 128, dtype=dtype)
-    gradients = torch.randn(4, 64, 128, dtype=dtype)
-
-    def steps(parameter: nn.Parameter, optimizer: AdamW8bit, part: slice) -> None:
-        for gradient in gradients[part]:
-            parameter.grad = gradient.clone()
-            optimizer.step()
-
-    whole = nn.Parameter(values.clone())
-    steps(whole, AdamW8bit([whole], float32_weights=True), slice(0, 4))
-    first = nn.Parameter(values.clone())
-    optimizer = AdamW8bit([first], float32_weights=True)
-    steps(first, optimizer, slice(0, 2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    second = nn.Parameter(first.detach().clone())
-    resumed = AdamW8bit([second], float32_weights=True)
-    resumed.load_state_dict(saved)
-    for name, value in optimizer.state[first].items():
-        loaded = resumed.state[second][name]
-        assert torch.equal(loaded, value) and loaded.dtype == value.dtype
-    steps(second, resumed, slice(2, 4))
-    assert torch.equal(second, whole)
 
 
 def test_a_block_that_is_no_power_of_two_is_an_error() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ from peft import PeftModel
 from transformers import AutoModel, AutoTokenizer
 
 from automodel_ckpt.cli.ckpt import main as run_ckpt
-from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.models.loss.pooling import pool
-from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
 from tests.fixtures.embedding import tiny_pairs as tiny
 from tests.support.runs import pair_recipes
+from tests.support.runs.pair_recipes import trained
 
 RECORDED = Path(tiny.__file__).with_name("sentence_transformers_losses.json")
 POOLING = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
@@ -30,9 +27,6 @@ FILES = {
     "config_sentence_transformers.json",
 }
 TEXTS = ["find ba deing", "find ku", "rei so ting pa la fu go ku deing bing mo ra"]
-
-
-trained = partial(pair_recipes.trained, recipe_class=EmbeddingFinetune)
 
 
 def losses_in(run: Path) -> list[float]:
@@ -105,28 +99,28 @@ def embedded(model: Any, export: Path, texts: list[str]) -> torch.Tensor:
     pooling = json.loads((export / "1_Pooling" / "config.json").read_text())
     assert hidden.shape[-1] == pooling["word_embedding_dimension"]
     [mode] = [name for name, value in pooling.items() if name.startswith("pooling_mode") and value]
-    how = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
+    rows = []
+    for row, mask in zip(hidden, inputs["attention_mask"].bool(), strict=True):
+        states = row[mask]
+        pooled = {"mean_tokens": states.mean(0), "cls_token": states[0], "lasttoken": states[-1]}
+        rows.append(pooled[mode.removeprefix("pooling_mode_")])
     paths = [each["path"] for each in json.loads((export / "modules.json").read_text())]
-    return pool(
-        hidden,
-        inputs["attention_mask"],
-        how[mode.removeprefix("pooling_mode_")],  # type: ignore[arg-type]
-        normalize="2_Normalize" in paths,
-    )
+    found = torch.stack(rows)
+    return torch.nn.functional.normalize(found, dim=-1) if "2_Normalize" in paths else found
 
 
-def embedded_in_training(recipe: EmbeddingFinetune, texts: list[str]) -> torch.Tensor:
+def embedded_in_training(recipe: Any, texts: list[str]) -> torch.Tensor:
     """The embeddings of *texts* as the recipe computes them."""
     samples = []
     for text in texts:
         ids = recipe.tokenizer(text, truncation=True, max_length=12)["input_ids"]
-        labels = [IGNORE_INDEX, *ids[1:]]
+        labels = [-100, *ids[1:]]
         samples.append({"input_ids": ids * 2, "labels": labels * 2})
     batch = recipe.build_collate_fn()(samples)
     recipe.model.eval()
-    assert isinstance(recipe.objective, Contrastive)
     with torch.no_grad():
-        return recipe.objective.embed(batch)[0 : 2 * len(texts) : 2]
+        found: torch.Tensor = recipe.objective.embed(batch)[0 : 2 * len(texts) : 2]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -264,23 +258,3 @@ def test_adapters_have_the_files_too_and_are_merged_with_them(tmp_path: Path) ->
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     for name in FILES - {"2_Normalize/config.json"}:
         assert (merged / name).read_bytes() == (export / name).read_bytes(), name
-
-
-# ---------------------------------------------------------------- what is not supported
-
-
-# ---------------------------------------------------------------- formulas
-
-
-@pytest.mark.parametrize("how", ["mean", "cls", "last"])
-def test_pooling_ignores_padding_on_either_side(how: Any) -> None:
-    tokens = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
-    expected = {"mean": tokens[0].mean(0), "cls": tokens[0, 0], "last": tokens[0, 2]}[how]
-    noise = torch.full((1, 2, 4), 9.0)
-    right, left = torch.cat([tokens, noise], dim=1), torch.cat([noise, tokens], dim=1)
-    mask = torch.tensor([[1, 1, 1, 0, 0]])
-    torch.testing.assert_close(pool(right, mask, how, normalize=False)[0], expected)
-    torch.testing.assert_close(pool(left, mask.flip(1), how, normalize=False)[0], expected)
-    whole = pool(tokens.half(), torch.ones(1, 3), how, normalize=True)
-    assert whole.dtype == torch.float32
-    torch.testing.assert_close(whole.norm(dim=-1), torch.ones(1))
