@@ -233,8 +233,9 @@ def path_text(directory: Any) -> str:
 
 def check_call(ranks: Any, options: Any, assets: Any) -> None:
     """Raise :class:`RecipeError` for arguments of other kinds, as they are if the names are left out."""
-    values = [(ranks, "world_size"), (options, "model_save_format")]
-    values += [(each, "nbytes") for each in dict(assets or {}).values()]
+    values = [(ranks, "world_size"), (options, "model_save_format"), (assets, "values")]
+    if isinstance(assets, Mapping):
+        values += [(each, "nbytes") for each in assets.values()]
     for value, attribute in values:
         if value is not None and (isinstance(value, type) or not hasattr(value, attribute)):
             raise _wrong("this argument has another kind", _CLASS, repr(value), _BY_NAME)
@@ -269,6 +270,13 @@ def count(name: str, value: Any) -> int:
         hint = f"pass a whole number from 0 to {MAX_INTEGER}"
         raise _wrong(f"{name} must be a count", _SAVE, repr(value), hint)
     return number
+
+
+def check_yaml(value: Any) -> None:
+    """Raise :class:`RecipeError` unless *value*, the argument config_yaml, is text."""
+    if not isinstance(value, str):
+        hint = "pass yaml.safe_dump(settings), or the file's read_text()"
+        raise _wrong("config_yaml must be the text of a YAML file", _SAVE, repr(value), hint)
 
 
 def plain_numbers(argument: str, numbers: Any) -> dict[str, Any]:

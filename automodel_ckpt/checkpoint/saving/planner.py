@@ -198,7 +198,7 @@ class Planner:
             for module in (item.value for item in items if item.kind == "module"):
                 state, _ = module_state(module)
                 for name in frozen_names(module).intersection(state):
-                    nbytes -= state[name].numel() * state[name].element_size()
+                    nbytes -= state[name].nbytes
         if nbytes > forecast.free_bytes:
             needed, free = size_text(nbytes), size_text(forecast.free_bytes)
             raise SaveFailed(

@@ -72,6 +72,8 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         "options=CheckpointOptions(",
     ),
     "assets": (lambda run: Checkpointer(run, assets={"model": 1}), "HFAssets.from_model"),  # type: ignore[dict-item]
+    "no mapping of assets": (lambda run: Checkpointer(run, assets=MODEL), "HFAssets.from_model"),  # type: ignore[arg-type]
+    "recipe": (lambda run: save(run, config_yaml={"a": 1}), "pass yaml.safe_dump(settings)"),
     "one name": (lambda run: load(run, STATE, allow_missing_state="optimizer"), "a list of names"),
     "a step": (lambda run: load(run, STATE, keep_steps=5), "a list of whole numbers"),
     "restore_from": (lambda run: load(run, STATE, restore_from=3), "use a name or a path"),
