@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
-from automodel_ckpt.checkpoint.run import lease, lock_file
+from automodel_ckpt.checkpoint.run import lease
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.errors import LeaseLost, RecipeError
 
@@ -295,25 +295,6 @@ def test_two_mounts_of_one_directory_have_one_run_and_a_suspended_one_writes_not
         for process in filter(None, (first, rejected, second)):
             process.kill()
             process.communicate()
-
-
-def record(**changed: Any) -> lock_file.Holder:
-    """The record of this process in a lock file of this directory's file system."""
-    descriptor = os.open(".", os.O_RDONLY)
-    device, file_system_id = lease.file_system_identity(descriptor)
-    os.close(descriptor)
-    fields: dict[str, Any] = {
-        "host": "here",
-        "boot_id": lease.kernel_boot_id(),
-        "pid": os.getpid(),
-        "command": "ckpt-train x.yaml",
-        "beat": 3,
-        "token": "mine",
-        "pid_namespace": lease.pid_namespace(),
-        "device": device,
-        "file_system_id": file_system_id,
-    }
-    return lock_file.Holder(**{**fields, **changed})
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory"])
