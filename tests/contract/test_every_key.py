@@ -82,7 +82,7 @@ from automodel_ckpt.training.values.run_log import RunLog, build_profiler
 from automodel_ckpt.training.values.step_numbers import LaunchedStep, Readback
 from tests.support import ranks
 from tests.support.models import tiny
-from tests.unit.checkpoint.jobs.test_background import AdapterFiles
+from tests.support.models.adapter_files import AdapterFiles
 
 ROOT = Path(__file__).parents[2]
 TINY = "model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 2"

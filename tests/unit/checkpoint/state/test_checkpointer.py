@@ -25,7 +25,7 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.common.checkpoint_rows import rows_of
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from tests.support.models import tiny
-from tests.unit.checkpoint.jobs.test_background import AdapterFiles
+from tests.support.models.adapter_files import AdapterFiles
 
 FORMATS = ["safetensors", "torch_save"]
 
