@@ -185,11 +185,6 @@ def test_a_save_returns_when_the_state_is_copied_and_the_next_one_waits_for_it(
     assert waited - second.stall_seconds > 0.4
 
 
-def test_latest_is_published_without_waiting_for_the_next_save_or_for_the_end(saver: Saver) -> None:
-    path = saver.save(1).path
-    wait_until(lambda: latest(path.parent) == "epoch_0_step_1")
-
-
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.name != ".run.lock")
 
@@ -480,7 +475,7 @@ def export_of(report: SaveReport) -> Path:
     return report.path / "model/consolidated/adapter_model.safetensors"
 
 
-def test_an_export_in_the_background_keeps_nobody_and_is_waited_for_at_the_end(
+def test_an_export_in_the_background_begins_after_the_publication_and_is_waited_for_at_the_end(
     exporter: Saver,
 ) -> None:
     exporter.save(1)

@@ -139,14 +139,6 @@ def test_after_a_rewind_the_checkpoint_before_stays_independent(tmp_path: Path) 
     assert_complete(tmp_path, 3)
 
 
-def test_the_keep_policy_removes_names_and_never_content(tmp_path: Path) -> None:
-    made = tiny.recipe()
-    save_all(tmp_path, made, 1, 2, 3, 4, keep_last=1)
-    assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch_0_step_4"]
-    assert_complete(tmp_path, 4)
-    assert_loads(tmp_path, made)
-
-
 def test_a_file_system_without_hard_links_gets_full_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

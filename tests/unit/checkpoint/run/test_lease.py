@@ -56,7 +56,9 @@ def end(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-def test_a_second_run_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
+def test_a_second_run_is_rejected_until_the_first_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = holder(tmp_path)
     try:
         with pytest.raises(RecipeError, match=f"process {first.pid} on .*, running -c") as caught:
@@ -64,12 +66,7 @@ def test_a_second_run_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
         assert caught.value.exit_code == 2
     finally:
         end(first)
-
-
-def test_a_killed_runs_place_is_taken_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end(holder(tmp_path))
+    # Its place is taken immediately.
     monkeypatch.delattr(lease, "is_beating")
     taken = Lease(tmp_path)
     assert taken.taken_over is not None

@@ -148,32 +148,3 @@ def test_prune_ends_when_another_run_takes_over_while_it_works(run: Path) -> Non
     with pytest.raises(LeaseLost):
         maintenance.remove(run, ["epoch_0_step_10"], check_lease=lost)
     assert (run / "epoch_0_step_10").is_dir()
-
-
-def test_the_pin_of_a_checkpoint_that_is_gone_can_be_removed(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step in (1, 2, 3):
-        maintenance.pin(run, f"epoch_0_step_{step}")
-    monkeypatch.chdir(run)
-    assert main(["unpin", "epoch_0_step_1"]) == 0
-    assert main(["unpin", str(run / "pin-epoch_0_step_2")]) == 0
-    assert links.pinned_names(run) == {"epoch_0_step_3", NAME}
-    assert main(["unpin", "epoch_0_step_1"]) == 3
-    assert main(["pin", "epoch_0_step_1"]) == 3
-    assert "unpinned epoch_0_step_1\n" in capsys.readouterr().out
-
-
-def test_prune_clears_what_a_killed_command_left(run: Path) -> None:
-    unique = "0" * 32
-    for name in (f".trash-{unique}", f".{NAME}.staging-{unique}"):
-        (run / name / "model").mkdir(parents=True)
-    for name in (f".pin-epoch_0_step_10.{unique}", f".link-{unique}", f"paper/.link-{unique}"):
-        (run / name).symlink_to("epoch_0_step_10")
-    assert (
-        main(["prune", str(run), "--keep-last", "9", "--dry-run"]) == 0
-        and (run / f".trash-{unique}").exists()
-    )
-    assert main(["prune", str(run), "--keep-last", "9"]) == 0
-    assert not [path for path in run.rglob("*") if path.name.startswith(".")]
-    assert "epoch_0_step_10" not in links.protected_names(run)

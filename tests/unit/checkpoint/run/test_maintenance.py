@@ -308,6 +308,36 @@ def test_dropping_an_optimizer_leaves_directories_with_similar_names(tmp_path: P
     assert found.left_out == {"optimizer", "lr_scheduler"} and "optim_2" in found.saved
 
 
+def test_the_pin_of_a_checkpoint_that_is_gone_can_be_removed(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        (run / f"pin-epoch_0_step_{step}").symlink_to(f"epoch_0_step_{step}")
+    monkeypatch.chdir(run)
+    assert main(["unpin", "epoch_0_step_1"]) == 0
+    assert main(["unpin", str(run / "pin-epoch_0_step_2")]) == 0
+    assert [path.name for path in run.glob("pin-*")] == ["pin-epoch_0_step_3"]
+    assert main(["unpin", "epoch_0_step_1"]) == 3
+    assert main(["pin", "epoch_0_step_1"]) == 3
+    assert "unpinned epoch_0_step_1\n" in capsys.readouterr().out
+
+
+def test_prune_clears_what_a_killed_command_left(run: Path) -> None:
+    unique = "0" * 32
+    for name in (f".trash-{unique}", f".epoch_0_step_20.staging-{unique}"):
+        (run / name / "model").mkdir(parents=True)
+    (run / "paper").mkdir()
+    for name in (f".pin-epoch_0_step_10.{unique}", f".link-{unique}", f"paper/.link-{unique}"):
+        (run / name).symlink_to("epoch_0_step_10")
+    assert (
+        main(["prune", str(run), "--keep-last", "9", "--dry-run"]) == 0
+        and (run / f".trash-{unique}").exists()
+    )
+    assert main(["prune", str(run), "--keep-last", "9"]) == 0
+    hidden = {path.name for path in run.rglob("*") if path.name.startswith(".")}
+    assert hidden == {".metadata"}
+
+
 # ---------------------------------------------------------------- a checkpoint that was moved, with a link in its place
 
 
