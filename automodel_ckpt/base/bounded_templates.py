@@ -15,9 +15,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date
 from itertools import permutations
+from string import Formatter
 from typing import Any
 
 import jinja2
@@ -50,10 +51,10 @@ _REMOVED |= {"wordwrap", "xmlattr"}
 """Filters that make much of little, or take more than linear time. Chat templates do not use them."""
 _HIDDEN = {"center", "encode", "expandtabs", "ljust", "maketrans", "rjust", "translate", "zfill"}
 """Methods of texts that do the same."""
-_WIDE = re.compile(
-    r"%(\([^)]*\))?[-+ #0-9.]*(\*|[1-9]\d{3})|\{[^{}]*:[^{}]*(\{|[1-9]\d{3})", re.DOTALL
-)
-"""A format with a width or precision that is large, or is a value."""
+# A key with parentheses is rejected, too: Python finds its end in another place, and a search for that end would take
+# time that grows with the square of the length.
+_WIDE = re.compile(r"%(\([^()]*\))?[-+ #0-9.]*(\*|\d{4})|%\([^()]*\(")
+"""A format of the operator % with a width or precision that is large, or is a value."""
 _WITH_METHODS = (str, list, tuple, dict, Namespace, Macro, LoopContext, date)
 
 
@@ -284,7 +285,11 @@ def _check(name: str, given: tuple[Any, ...], options: Mapping[str, Any]) -> Non
 def _check_format(text: Any, values: Any) -> None:
     """Reject large widths of a format, and widths that are values; count what it may write."""
     if isinstance(text, str):
-        if _WIDE.search(text.replace("{{", "")):
+        is_wide = _WIDE.search(text)
+        with suppress(ValueError):  # it is no text for str.format
+            for _, _, spec, _ in Formatter().parse(text):
+                is_wide = is_wide or re.search(r"\{|\d{4}", spec or "")
+        if is_wide:
             raise TemplateTooCostly(f"the template formats with a width of {_MAX_WIDTH} or more")
         num_formats = text.count("%") + text.count("{")
         _meter.spend((_meter.weigh(values) + _MAX_WIDTH) * num_formats)

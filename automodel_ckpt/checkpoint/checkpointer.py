@@ -41,6 +41,7 @@ from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.discovery import (
     check_call,
     check_state,
+    check_yaml,
     classify,
     count,
     path_text,
@@ -317,13 +318,7 @@ class Checkpointer:
         cannot be saved.
         """
         check_state(state)
-        if not isinstance(config_yaml, str):
-            raise RecipeError(
-                "config_yaml must be the text of a YAML file",
-                where="Checkpointer.save",
-                value=type(config_yaml).__name__,
-                hint="pass yaml.safe_dump(settings), or the file's read_text()",
-            )
+        check_yaml(config_yaml)
         name = layout.CheckpointName(step=count("step", step), epoch=count("epoch", epoch))
         losses = plain_numbers("losses", losses or {})
         progress = plain_numbers("progress", progress or {})

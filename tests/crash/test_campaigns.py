@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.base.durable_io import fsync_directory
-from automodel_ckpt.checkpoint.parts import commit
 from tests.support.servers.command_server import CommandServer, Starting
 from tools.crash import (
     endurance,
@@ -20,7 +15,6 @@ from tools.crash import (
     flips,
     jobs,
     kill,
-    pair,
     power,
     syscalls,
 )
@@ -98,24 +92,6 @@ def test_a_kill_at_the_last_calls_of_a_save_leaves_both_pointers_right_after_the
         assert wrong == [], call
 
 
-def test_a_sweep_sees_a_checkpoint_that_got_its_name_before_it_was_whole(
-    sweep: kill.Sweep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The campaign can fail: a publish that renames first and writes the manifest later is found out."""
-    sweep.lay_out(Ours(), scenario("save"))
-
-    def reserve_final(root: Path, name: str) -> Path:
-        (root / name).mkdir(parents=True)
-        (root / name / ".parts").mkdir()
-        return root / name
-
-    monkeypatch.setattr(commit, "reserve", reserve_final)
-    monkeypatch.setattr(commit, "publish", lambda staging, name: staging)
-    # Both ranks: one that survives for some milliseconds may notice the other's death and remove what it wrote.
-    _, wrong, _ = kill.judge(sweep, kill.Point(Ours(), scenario("save"), "both", 45))
-    assert any("has its name but no manifest" in text for text in wrong)
-
-
 @pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
 def test_what_had_returned_is_there_after_a_power_cut(file_system: str) -> None:
     if reason := power.unsupported(file_system):
@@ -130,26 +106,6 @@ def test_a_power_cut_loses_no_file_that_checkpoints_share(file_system: str) -> N
         pytest.skip(reason)
     done = power.run(OURS_INCREMENTAL[1:2], (file_system,), points=4, seed=SEED, seconds=SECONDS)
     assert done.failures == [] and done.points == 4
-
-
-@pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
-def test_a_directory_is_not_durable_if_its_file_system_shuts_down_before_the_fsync(
-    file_system: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """fsync of XFS then reports success, although the directory's last change is discarded."""
-    if reason := power.unsupported(file_system):
-        pytest.skip(reason)
-    fsync = os.fsync
-
-    def fsync_after_cut(descriptor: int) -> None:
-        disk.cut()
-        fsync(descriptor)
-
-    with power.Disk(file_system) as disk:
-        os.mkdir(disk.mount_point / "new")
-        monkeypatch.setattr(os, "fsync", fsync_after_cut)
-        with pytest.raises(OSError, match="Input/output error"):
-            fsync_directory(disk.mount_point)
 
 
 def test_no_failing_call_of_a_sample_does_more_than_fail_the_save() -> None:
@@ -189,25 +145,3 @@ def test_a_killed_trainer_ends_where_an_undisturbed_one_ends(
     )
     done = endurance.run(points=1, seed=SEED, seconds=SECONDS, steps=8)
     assert done.failures == [] and done.outcomes["finished as if undisturbed"]
-
-
-def test_threads_take_part_in_loads(tmp_path: Path) -> None:
-    with pair.Pair() as ranks:
-        outcomes = ranks.run(names_of_threads, str(tmp_path / "run"))
-    for outcome in outcomes:
-        assert outcome.ok and "read" in outcome.value
-
-
-def names_of_threads(root: str) -> set[str]:
-    """The pools whose threads start in a load."""
-    names: set[str] = set()
-    start = threading.Thread.start
-
-    def started(thread: threading.Thread) -> None:
-        names.add(thread.name.partition("_")[0])
-        start(thread)
-
-    threading.Thread.start = started  # type: ignore[method-assign]
-    jobs.whole(jobs.Run(OURS[0], root, (1,)))
-    jobs.whole(jobs.Run(OURS[0], root))
-    return names

@@ -66,6 +66,10 @@ LARGE = {
     "a width as a value": "{{ '%*d' % (10000000000, 1) }}",
     "a width of str.format": "{{ '{:>10000000000}'.format(1) }}",
     "a width as a value of str.format": "{{ '{:>{w}}'.format(1, w=10000000000) }}",
+    "a width in other digits": "{{ '{:٩0000000000}'.format(1) }}",
+    "a width after a key with a parenthesis": "{{ '%((a))10000000000d' % {'(a)': 1} }}",
+    "a width after a key with a brace": "{{ '{0[}]:10000000000}'.format({'}': 1}) }}",
+    "a format with many keys": "{{ ('%(' * 1000000)|format }}",
     "a value that is written often": BIG + "{{ ('{0}' * 10000).format(b) }}",
     "indent": "{{ ('x\n' * 9999)|indent(1000000000) }}",
     "indent by a text": BIG + "{{ (b|replace('x', '\n'))|indent(b) }}",
@@ -76,6 +80,7 @@ LARGE = {
 }
 """Ended by a limit of size."""
 REMOVED = {
+    "a long format": "{{ ('{' ~ ':' * 1000000).format() }}",
     "the filter center": "{{ 'x'|center(10000000000) }}",
     "center": "{{ 'x'.center(10000000000) }}",
     "ljust by a name": "{{ ('x'|attr('ljust'))(10000000000) }}",

@@ -275,6 +275,13 @@ def count(name: str, value: Any) -> int:
     return number
 
 
+def check_yaml(value: Any) -> None:
+    """Raise :class:`RecipeError` unless *value*, the argument config_yaml, is text."""
+    if not isinstance(value, str):
+        hint = "pass yaml.safe_dump(settings), or the file's read_text()"
+        raise _wrong("config_yaml must be the text of a YAML file", _SAVE, repr(value), hint)
+
+
 def plain_numbers(argument: str, numbers: Any) -> dict[str, Any]:
     """Return *numbers* with tensors and NumPy numbers as numbers of Python; *argument* is their name in messages.
 

@@ -62,8 +62,6 @@ ROW_BYTES, SEGMENT_BYTES = 20, 48
 
 Files = Mapping[str, FileRecord]
 """The files of a checkpoint, by path."""
-Trees = Mapping[str, Tree]
-"""The trees of a checkpoint, by the name of their attribute."""
 
 # The scope of an attribute without state in the checkpoint.
 NOT_SAVED = "not saved"

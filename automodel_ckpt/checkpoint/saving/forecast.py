@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,11 @@ def forecast_bytes(
     *,
     world_size: int,
     save_optimizer: bool,
-    states: Mapping[str, Mapping[str, Any]] | None = None,
     side_bytes: int = 0,
 ) -> int:
     """Expected bytes of one checkpoint of *items* on *world_size* ranks.
 
-    *states* are the modules' state dicts by attribute, where available. *side_bytes* is the size of the files beside
-    the weights (config, tokenizer).
+    *side_bytes* is the size of the files beside the weights (config, tokenizer).
 
     Computed from shapes and dtypes. The state of an optimizer without state is found by a trial step on parameters
     with few elements.
@@ -71,12 +69,8 @@ def forecast_bytes(
     for item in items:
         if item.kind == "module":
             complete = stored_layout(item.value).complete
-            state: Mapping[str, Any] | None = (states or {}).get(item.name)
-            if complete is not None:
-                # This rank has a stage of the module.
-                state = complete.tensors
-            elif state is None:
-                state, _ = module_state(item.value)
+            # Of all ranks, if this rank has a stage of the module.
+            state = module_state(item.value)[0] if complete is None else complete.tensors
             for tensor in state.values():
                 if isinstance(tensor, torch.Tensor):
                     # Of the whole tensor, not only of this rank's shard.

@@ -41,6 +41,7 @@ from automodel_ckpt.checkpoint.saving.agreement import (
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, forecast_bytes, free_bytes
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SavePlan, SaveSettings
 from automodel_ckpt.checkpoint.state.module_tensors import (
+    frozen_names,
     module_state,
     stored_layout,
     untrained_names,
@@ -194,10 +195,10 @@ class Planner:
         nbytes = int(forecast.nbytes * (1.0 if settings.nodes is None else settings.nodes.share))
         # The earlier checkpoint is looked for only where it matters.
         if nbytes > forecast.free_bytes and settings.shares_files and settings.previous():
-            modules = [item.value for item in items if item.kind == "module"]
-            for parameter in (each for module in modules for each in module.parameters()):
-                if not parameter.requires_grad:
-                    nbytes -= parameter.numel() * parameter.element_size()
+            for module in (item.value for item in items if item.kind == "module"):
+                state, _ = module_state(module)
+                for name in frozen_names(module).intersection(state):
+                    nbytes -= state[name].nbytes
         if nbytes > forecast.free_bytes:
             needed, free = size_text(nbytes), size_text(forecast.free_bytes)
             raise SaveFailed(

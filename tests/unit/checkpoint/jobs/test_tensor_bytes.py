@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.direct import begins_at_a_sector
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
+from automodel_ckpt.checkpoint.jobs.shared_file import SharedFile
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 
@@ -78,3 +80,11 @@ def test_a_file_of_device_tensors_has_their_bytes_and_digests(tmp_path: Path) ->
     digests = [tensor.slices[0].digest for tensor in written.trees["model"].tensors]
     assert digests == [digest_of(flat.numpy().data) for flat in tensors]
     assert written.files["model/x"].digest == digest_of(expected)
+
+
+def test_a_file_with_several_names_is_never_opened_for_writing(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"shared")
+    os.link(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(OSError, match="several names"):
+        SharedFile(tmp_path / "b", nbytes=3)
+    assert (tmp_path / "a").read_bytes() == b"shared"

@@ -18,7 +18,6 @@ from werkzeug.wrappers import Request, Response
 from automodel_ckpt.base.store_url import check_library, check_options, check_url
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.options import RemoteStorage
-from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote import background, child_process, uploader
@@ -32,7 +31,6 @@ from automodel_ckpt.checkpoint.run.transfer_files import link, pending, unlink
 from automodel_ckpt.checkpoint.store import gone_back, transfer
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle, UploadMemory
-from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
 from tests.support.models import tiny
 from tests.support.runs.idle_process import use_idle_processes
@@ -128,7 +126,7 @@ def test_a_store_that_dies_at_any_request_has_no_incomplete_checkpoint(
 
     everything(URL)
     num_requests = len(s3.requests)
-    points = range(4, num_requests, num_requests // 3)
+    points = range(4, num_requests, num_requests // 2)
     if os.environ.get("REMOTE_POINTS"):
         points = range(num_requests)
     assert num_requests > 40
@@ -189,24 +187,6 @@ def test_the_parts_of_a_large_file_are_sent_once_unless_the_store_lost_them(
         transfer.upload_in_parts(store, "large", large, "xxh3", memory, throttle, pool)
     assert throttle.nbytes == (17 << 20 if is_lost else 7 << 20)
     assert store.read("large") == large.read_bytes()
-
-
-def test_a_file_that_the_store_changed_is_found(
-    s3: ObjectStore, local: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = RemoteRun(Store(URL))
-    push_checkpoint(run, local / FIRST, tmp_path / "memory")
-    (file,) = [name for name in run.store.sizes(FIRST) if name.endswith(".safetensors")]
-    good = run.store.read(f"{FIRST}/{file}")
-    run.store.write(f"{FIRST}/{file}", good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(CheckpointUnusable, match="digest differs"):
-        pull_checkpoint(run, FIRST, tmp_path)
-    assert not list(tmp_path.glob("*epoch*"))
-    assert ckpt(["verify", URL]) == 0
-    assert ckpt(["verify", "--deep", URL]) == 3
-    run.store.write(f"{FIRST}/{file}", good[:-1])
-    assert ckpt(["verify", URL]) == 3
-    assert "has another size" in capsys.readouterr().out
 
 
 def test_a_run_that_went_back_supersedes_what_it_left(
@@ -280,28 +260,29 @@ def test_training_goes_on_without_a_store_and_the_end_reports_it(
 
 
 def test_the_end_of_a_run_waits_for_a_store_that_is_required(
-    s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_process, "STALLED_SECONDS", 0.0)
-    root = tmp_path / "run"
+    root, store, url = tmp_path / "run", tmp_path / "store", f"file://{tmp_path}/store"
     made = tiny.recipe()
-    checkpointer = tiny.checkpointer(root, remote=RemoteStorage(URL, required=True))
+    checkpointer = tiny.checkpointer(root, remote=RemoteStorage(url, required=True))
     checkpointer.open()
     checkpointer.load(vars(made))
-    s3.fault = failing_after(0)
+    shutil.rmtree(store, ignore_errors=True)
+    store.write_text("no directory")
     checkpointer.save(vars(made), step=10, epoch=0)
 
     def revive() -> None:
         while not Status.read(root, uploader.STATUS).failures:
             time.sleep(0.05)
-        s3.fault = None
+        store.unlink()
 
     thread = threading.Thread(target=revive, daemon=True)
     thread.start()
     checkpointer.transfers.finish()
     checkpointer.close()
     thread.join(1)
-    assert RemoteRun(Store(URL)).pointed("LATEST") == FIRST
+    assert RemoteRun(Store(url)).pointed("LATEST") == FIRST
 
 
 def test_the_end_of_a_run_names_what_is_missing_in_the_store(
@@ -382,8 +363,9 @@ def test_an_uploading_process_that_is_killed_is_started_again(
     assert caplog.text.count("ended unexpectedly; it is started again") == 2
 
 
-def test_an_empty_disk_gets_the_newest_checkpoint(s3: ObjectStore, tmp_path: Path) -> None:
-    options = {"remote": RemoteStorage(URL, keep_last=1)}
+def test_an_empty_disk_gets_the_newest_checkpoint(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    options = {"remote": RemoteStorage(url, keep_last=1)}
     made = tiny.recipe()
     first = tiny.checkpointer(tmp_path / "first", **options)
     first.open()
@@ -393,7 +375,7 @@ def test_an_empty_disk_gets_the_newest_checkpoint(s3: ObjectStore, tmp_path: Pat
         first.save(vars(made), step=step, epoch=0)
     first.transfers.finish()
     first.close()
-    assert [str(name) for name in RemoteRun(Store(URL)).names()] == [SECOND]
+    assert [str(name) for name in RemoteRun(Store(url)).names()] == [SECOND]
     other = tiny.recipe(seed=1)
     second = tiny.checkpointer(tmp_path / "second", **options)
     second.open()
@@ -524,55 +506,6 @@ def test_other_file_systems_have_the_same_protocol(
     assert [str(name) for name in run.names()] == [SECOND]
     (tmp_path / "run").mkdir()
     assert pull_checkpoint(run, SECOND, tmp_path / "run").name == SECOND
-
-
-def test_a_repeated_upload_removes_what_a_killed_one_has_left(local: Path, tmp_path: Path) -> None:
-    run = RemoteRun(Store(f"file://{tmp_path}/store"))
-    memory_file = tmp_path / "memory"
-    push_checkpoint(run, local / FIRST, memory_file)
-    digest = Manifest.read(local / FIRST).digest
-    # It was killed after the checkpoint was complete; then one of another store was.
-    for url, is_kept in ((str(run.store), False), ("s3://bucket/other", True)):
-        UploadMemory.read(memory_file, digest, url).note_done("losses.json")
-        assert push_checkpoint(run, local / FIRST, memory_file) == 0
-        assert memory_file.exists() == is_kept
-
-
-def test_a_download_removes_what_a_killed_one_has_left(local: Path, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/store"
-    run = RemoteRun(Store(url))
-    push_checkpoint(run, local / FIRST, tmp_path / "memory")
-    root = tmp_path / "pulled"
-    root.mkdir()
-    staging = commit.reserve(root, FIRST)
-    (staging / "large").write_bytes(b"1")
-    assert ckpt(["pull", url, str(root)]) == 0
-    assert [path.name for path in root.iterdir()] == [FIRST]
-
-
-def test_the_commands_accept_urls(
-    s3: ObjectStore, local: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ckpt(["push", str(local / FIRST), URL]) == 0
-    capsys.readouterr()
-    assert ckpt(["push", str(local), URL, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["url"] == f"{URL}/{SECOND}"
-    assert ckpt(["ls", URL, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [(row["name"], row["complete"]) for row in rows] == [(FIRST, True), (SECOND, True)]
-    s3.requests.clear()
-    assert ckpt(["show", f"{URL}/LATEST", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert ckpt(["show", str(local / SECOND), "--json"]) == 0
-    expected = json.loads(capsys.readouterr().out)
-    assert shown | {"path": ""} == expected | {"path": ""}
-    assert ckpt(["pull", f"{URL}/{FIRST}", str(tmp_path / "pulled")]) == 0
-    assert ckpt(["verify", str(tmp_path / "pulled")]) == 0
-    assert ckpt(["prune", URL, "--keep-last=1", "--dry-run"]) == 0
-    assert f"would remove  {FIRST}" in capsys.readouterr().out
-    assert ckpt(["prune", URL, "--keep-last=1"]) == 0
-    assert ckpt(["ls", f"{URL}/{FIRST}"]) == 3
-    assert ckpt(["push", str(tmp_path), URL]) == 3
 
 
 def test_the_time_for_uploads_after_a_signal_begins_with_the_signal(

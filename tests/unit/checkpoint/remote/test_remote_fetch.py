@@ -107,26 +107,6 @@ def test_a_changed_object_is_found_before_it_is_used(
     assert not (tmp_path / "empty" / fetch.DIRECTORY).exists()
 
 
-def test_a_checkpoint_of_another_run_is_loaded_by_its_url(tmp_path: Path) -> None:
-    write_run(tmp_path / "local")
-    url = f"file://{tmp_path}/store"
-    in_store(url, tmp_path / "local", (FIRST,))
-    wanted = f"{url}/{FIRST}"
-    root = tmp_path / "other"
-    made = tiny.recipe(seed=1)
-    resumed = tiny.load(root, made, restore_from=wanted)
-    assert resumed is not None and resumed.step == 10
-    # It is no checkpoint of this run.
-    assert not list(root.glob("**/epoch*"))
-    tiny.save(root, made, 30, restore_from=wanted)
-    # The request applies until the run has saved a checkpoint, so the store is not needed any more.
-    shutil.rmtree(tmp_path / "store")
-    resumed = tiny.load(root, made, restore_from=wanted)
-    assert resumed is not None and resumed.step == 30
-    with pytest.raises(CheckpointUnusable, match="checkpoint not found"):
-        tiny.load(tmp_path / "third", made, restore_from=url)
-
-
 def test_a_requeued_command_continues_from_the_store_instead_of_rewinding(tmp_path: Path) -> None:
     root = tmp_path / "local"
     made = write_run(root)

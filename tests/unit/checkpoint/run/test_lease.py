@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
-from automodel_ckpt.checkpoint.run import lease, lock_file
+from automodel_ckpt.checkpoint.run import lease
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.errors import LeaseLost, RecipeError
 
@@ -56,7 +56,9 @@ def end(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-def test_a_second_run_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
+def test_a_second_run_is_rejected_until_the_first_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = holder(tmp_path)
     try:
         with pytest.raises(RecipeError, match=f"process {first.pid} on .*, running -c") as caught:
@@ -64,12 +66,7 @@ def test_a_second_run_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
         assert caught.value.exit_code == 2
     finally:
         end(first)
-
-
-def test_a_killed_runs_place_is_taken_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end(holder(tmp_path))
+    # Its place is taken immediately.
     monkeypatch.delattr(lease, "is_beating")
     taken = Lease(tmp_path)
     assert taken.taken_over is not None
@@ -295,25 +292,6 @@ def test_two_mounts_of_one_directory_have_one_run_and_a_suspended_one_writes_not
         for process in filter(None, (first, rejected, second)):
             process.kill()
             process.communicate()
-
-
-def record(**changed: Any) -> lock_file.Holder:
-    """The record of this process in a lock file of this directory's file system."""
-    descriptor = os.open(".", os.O_RDONLY)
-    device, file_system_id = lease.file_system_identity(descriptor)
-    os.close(descriptor)
-    fields: dict[str, Any] = {
-        "host": "here",
-        "boot_id": lease.kernel_boot_id(),
-        "pid": os.getpid(),
-        "command": "ckpt-train x.yaml",
-        "beat": 3,
-        "token": "mine",
-        "pid_namespace": lease.pid_namespace(),
-        "device": device,
-        "file_system_id": file_system_id,
-    }
-    return lock_file.Holder(**{**fields, **changed})
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory"])

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.run import links, maintenance, resume
-from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.lease import Lease
-from automodel_ckpt.checkpoint.run.policy import KeepPolicy
+from automodel_ckpt.checkpoint.run import links, maintenance
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import LeaseLost
-from tests.support.models import tiny
 
 NAME = "epoch_0_step_20"
 ASIDE = f"{NAME}.superseded-1"
@@ -147,31 +141,6 @@ def test_a_checkpoint_that_is_pinned_while_prune_waits_or_works_stays(
     assert (run / NAME / layout.MANIFEST).read_text() == "20" and links.pinned_names(run) == {NAME}
 
 
-def test_prune_decides_when_it_has_the_lease(tmp_path: Path) -> None:
-    made = tiny.recipe()
-    for step in (10, 20, 30):
-        tiny.save(tmp_path, made, step=step)
-    lease = Lease(tmp_path)
-    (tmp_path / layout.LOCK_FILE).rename(tmp_path / "lock")
-    content = (
-        (tmp_path / "lock")
-        .read_text()
-        .replace(f'"device": {os.stat(tmp_path).st_dev}', '"device": 1')
-    )
-    (tmp_path / layout.LOCK_FILE).write_text(content.replace(f'"pid": {os.getpid()}', '"pid": 1'))
-    pinned = threading.Timer(0.3, maintenance.pin, (tmp_path, "epoch_0_step_10"))
-    pinned.start()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("automodel_ckpt.checkpoint.run.lease.WATCH_SECONDS", 0.6)
-        assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
-    pinned.join()
-    lease.release()
-    assert [str(name) for name in resume.checkpoint_names(tmp_path)] == [
-        "epoch_0_step_30",
-        "epoch_0_step_10",
-    ]
-
-
 def test_prune_ends_when_another_run_takes_over_while_it_works(run: Path) -> None:
     def lost() -> None:
         raise LeaseLost("another run has taken over", where="", value="", hint="")
@@ -179,132 +148,3 @@ def test_prune_ends_when_another_run_takes_over_while_it_works(run: Path) -> Non
     with pytest.raises(LeaseLost):
         maintenance.remove(run, ["epoch_0_step_10"], check_lease=lost)
     assert (run / "epoch_0_step_10").is_dir()
-
-
-def test_the_pin_of_a_checkpoint_that_is_gone_can_be_removed(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step in (1, 2, 3):
-        maintenance.pin(run, f"epoch_0_step_{step}")
-    monkeypatch.chdir(run)
-    assert main(["unpin", "epoch_0_step_1"]) == 0
-    assert main(["unpin", str(run / "pin-epoch_0_step_2")]) == 0
-    assert links.pinned_names(run) == {"epoch_0_step_3", NAME}
-    assert main(["unpin", "epoch_0_step_1"]) == 3
-    assert main(["pin", "epoch_0_step_1"]) == 3
-    assert "unpinned epoch_0_step_1\n" in capsys.readouterr().out
-
-
-def test_prune_clears_what_a_killed_command_left(run: Path) -> None:
-    unique = "0" * 32
-    for name in (f".trash-{unique}", f".{NAME}.staging-{unique}"):
-        (run / name / "model").mkdir(parents=True)
-    for name in (f".pin-epoch_0_step_10.{unique}", f".link-{unique}", f"paper/.link-{unique}"):
-        (run / name).symlink_to("epoch_0_step_10")
-    assert (
-        main(["prune", str(run), "--keep-last", "9", "--dry-run"]) == 0
-        and (run / f".trash-{unique}").exists()
-    )
-    assert main(["prune", str(run), "--keep-last", "9"]) == 0
-    assert not [path for path in run.rglob("*") if path.name.startswith(".")]
-    assert "epoch_0_step_10" not in links.protected_names(run)
-
-
-# ---------------------------------------------------------------- a checkpoint that was moved, with a link in its place
-
-
-@pytest.fixture
-def moved(tmp_path: Path) -> Path:
-    """A run of three checkpoints whose newest is on another disk, and whose second has a second name."""
-    root, made = tmp_path / "run", tiny.recipe()
-    for step in (10, 20, 30):
-        tiny.save(root, made, step=step, losses={"val_loss": float(step)}, validated=True)
-        tiny.train(made, 1)
-    (tmp_path / "big").mkdir()
-    (root / "epoch_0_step_30").rename(tmp_path / "big" / "epoch_0_step_30")
-    (root / "epoch_0_step_30").symlink_to(tmp_path / "big" / "epoch_0_step_30")
-    (root / "epoch_0_step_40").symlink_to("epoch_0_step_20")
-    return root
-
-
-def test_a_moved_newest_checkpoint_is_resumed_listed_verified_and_kept(
-    moved: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    resumed = tiny.load(moved, tiny.recipe())
-    assert resumed is not None and resumed.step == 30
-    assert commit.pointed(moved, "LATEST") == "epoch_0_step_30" and "goes back" not in caplog.text
-    assert main(["ls", str(moved)]) == 0 and "moved to" in capsys.readouterr().out
-    for path in (moved, moved / "LATEST", moved / "epoch_0_step_30"):
-        assert main(["verify", str(path), "--deep"]) == 0
-        assert f"{moved}/epoch_0_step_30: ok" in capsys.readouterr().out
-        assert main(["show", str(path)]) == 0
-    assert main(["pin", str(moved / "LATEST")]) == 0 and links.pinned_names(moved) == {
-        "epoch_0_step_30"
-    }
-    assert main(["unpin", str(moved / "epoch_0_step_30")]) == 0
-    tiny.save(moved, tiny.recipe(), step=50)
-    assert main(["prune", str(moved), "--keep-last", "1"]) == 0
-    assert (moved / "epoch_0_step_30" / layout.MANIFEST).is_file()
-    assert os.listdir(tmp_path / "big") == ["epoch_0_step_30"]
-
-
-def test_a_moved_checkpoint_that_is_not_there_is_named_passed_over_and_set_aside(
-    moved: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "big").rename(tmp_path / "unmounted")
-    made = tiny.recipe()
-    saver = tiny.checkpointer(moved)
-    resumed = saver.load(tiny.discover(made))
-    assert resumed is not None and resumed.step == 20
-    assert (
-        "LATEST pointed to" in caplog.text
-        and "epoch_0_step_30: the checkpoint is a link to" in caplog.text
-    )
-    saver.save(tiny.discover(made), step=30, epoch=0, config_yaml="", losses={}, progress={})
-    saver.save(tiny.discover(made), step=40, epoch=0, config_yaml="", losses={}, progress={})
-    saver.close()
-    assert "epoch_0_step_40 has the name of a new checkpoint" in caplog.text
-    assert (
-        Manifest.read(moved / "epoch_0_step_30").step == 30
-        and Manifest.read(moved / "epoch_0_step_40").step == 40
-    )
-    (tmp_path / "unmounted").rename(tmp_path / "big")
-    assert Manifest.read(moved / "epoch_0_step_30.superseded-1").step == 30
-    assert os.readlink(moved / "epoch_0_step_40.superseded-1") == "epoch_0_step_20"
-
-
-def test_whatever_has_the_name_of_a_checkpoint_gives_way_and_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / NAME).write_text("mine")
-    run = RunDirectory(tmp_path / "run", KeepPolicy(), "val_loss")
-    run.hold()
-    staging = commit.reserve(run.root, NAME)
-    commit.finalize(staging, b"{}")
-    run.publish(staging, layout.CheckpointName(step=20, epoch=0), {})
-    run.release()
-    assert (tmp_path / "run" / ASIDE).read_text() == "mine" and (tmp_path / "run" / NAME).is_dir()
-
-
-def test_a_save_after_a_return_to_an_earlier_step_sets_the_later_checkpoints_aside(
-    tmp_path: Path,
-) -> None:
-    root, made = tmp_path / "run", tiny.recipe()
-    for step in (10, 20, 30):
-        tiny.save(root, made, step=step)
-    saver = tiny.checkpointer(root, restore_from="epoch_0_step_10")
-    saver.load(discover(made))
-    saver.save(discover(made), step=15, epoch=0, config_yaml="", losses={}, progress={})
-    saver.close()
-    kept = [path.name for path in root.iterdir() if path.name.startswith("epoch_")]
-    assert sorted(kept) == [
-        "epoch_0_step_10",
-        "epoch_0_step_15",
-        "epoch_0_step_20.superseded-1",
-        "epoch_0_step_30.superseded-1",
-    ]

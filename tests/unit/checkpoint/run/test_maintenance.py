@@ -5,36 +5,32 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.checkpoint.files.digests import FileRecord
-from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.manifest import StateRecord, Tree
-from automodel_ckpt.checkpoint.run import (
-    links,
-    maintenance,
-    policy,
-)
-from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.lease import Lease
+from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    made = tiny.recipe()
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four checkpoints. No test changes it."""
+    root, made = tmp_path_factory.mktemp("saved"), tiny.recipe()
     for step, value in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 2.5)):
-        tiny.save(tmp_path, made, step=step, losses={"val_loss": value}, validated=True)
+        tiny.save(root, made, step=step, losses={"val_loss": value}, validated=True)
         tiny.train(made, 1)
-    return tmp_path
+    return root
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run", symlinks=True))
 
 
 def names(run: Path) -> list[str]:
@@ -77,18 +73,18 @@ def test_prune_of_a_misspelled_directory_does_not_prune_the_run_next_to_it(
 
 def test_the_checkpoint_just_saved_is_not_removed_by_the_save_that_made_it(run: Path) -> None:
     """Not even where its step is not the newest in the directory, as after a copy from another run."""
-    directory = RunDirectory(run, policy.KeepPolicy(last=1), "val_loss")
-    removed = directory.prune("epoch_0_step_10")
-    directory.wait()
-    assert removed == ("epoch_0_step_30",)
-    assert names(run) == ["epoch_0_step_10", "epoch_0_step_20", "epoch_0_step_40"]
+    assert set(tiny.save(run, tiny.recipe(), step=5, keep_last=1).pruned) == {
+        "epoch_0_step_10",
+        "epoch_0_step_30",
+    }
+    assert names(run) == [f"epoch_0_step_{step}" for step in (20, 40, 5)]
 
 
 def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run: Path) -> None:
     assert main(["pin", str(run / "epoch_0_step_10")]) == 0
     assert main(["prune", str(run), "--keep-last", "1"]) == 0
     assert names(run) == ["epoch_0_step_10", "epoch_0_step_20", "epoch_0_step_40"]
-    assert links.pinned_names(run) == {"epoch_0_step_10"}
+    assert os.readlink(run / "pin-epoch_0_step_10") == "epoch_0_step_10"
     assert main(["unpin", str(run / "epoch_0_step_10")]) == 0
     assert main(["prune", str(run), "--keep-last", "1"]) == 0
     assert names(run) == ["epoch_0_step_20", "epoch_0_step_40"]
@@ -97,12 +93,17 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run: Path) -> None:
 def test_dropping_the_optimizer_keeps_weights_that_verify_and_load(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = {p.name: p.read_bytes() for p in (run / "epoch_0_step_10/model").iterdir()}
+    export = run / "epoch_0_step_10/model/consolidated"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    files = [p for p in (run / "epoch_0_step_10/model").rglob("*") if p.is_file()]
+    weights = {p: p.read_bytes() for p in files}
     assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"]) == 0
     assert names(run) == [f"epoch_0_step_{step}" for step in (10, 20, 30, 40)]
     slim = run / "epoch_0_step_10"
     assert not (slim / "optim").exists() and (run / "epoch_0_step_20/optim").exists()
-    assert {p.name: p.read_bytes() for p in (slim / "model").iterdir()} == weights
+    assert {p: p.read_bytes() for p in files} == weights
+    shutil.rmtree(export)
     assert main(["verify", str(run), "--deep"]) == 0
     with pytest.raises(CheckpointUnusable, match="not saved: lr_scheduler, optimizer"):
         tiny.load(run, tiny.recipe(), restore_from="epoch_0_step_10")
@@ -110,22 +111,13 @@ def test_dropping_the_optimizer_keeps_weights_that_verify_and_load(
     assert tiny.load(
         run, tiny.recipe(), restore_from="epoch_0_step_10", allow_missing_state=allowed
     )
-    assert maintenance.drop_optimizer(run, "epoch_0_step_10") == 0
     for words in (["--dry-run"], []):
         assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer", *words]) == 0
         assert capsys.readouterr().out.splitlines()[-1] == "nothing to remove"
 
 
-def test_an_export_survives_the_dropping_of_the_optimizer(run: Path) -> None:
-    export = run / "epoch_0_step_10/model/consolidated"
-    export.mkdir()
-    (export / "config.json").write_text("{}")
-    maintenance.drop_optimizer(run, "epoch_0_step_10")
-    assert (export / "config.json").read_text() == "{}"
-
-
 def test_superseded_checkpoints_go_only_when_asked_for(run: Path) -> None:
-    commit.supersede(run, "epoch_0_step_40")
+    (run / "epoch_0_step_40").rename(run / "epoch_0_step_40.superseded-1")
     (run / "mine").symlink_to("epoch_0_step_30")
     # No save has written it.
     (run / "epoch_0_step_5.superseded-1").mkdir()
@@ -138,9 +130,10 @@ def test_superseded_checkpoints_go_only_when_asked_for(run: Path) -> None:
 
 
 def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lease = Lease(run)
+    saver = tiny.checkpointer(run)
+    saver.open()
     assert main(["prune", str(run), "--keep-last", "1"]) == 2
-    lease.release()
+    saver.close()
     message = capsys.readouterr().err
     assert "this process uses this directory already" in message and len(names(run)) == 4
     # Neither a command has a recipe, nor can it be given another directory.
@@ -304,39 +297,136 @@ def test_only_checkpoints_of_a_run_can_be_pinned(
     assert "not a checkpoint of a run" in capsys.readouterr().err
 
 
-def test_dropping_an_optimizer_leaves_directories_with_similar_names() -> None:
-    def record(kind: str, path: str) -> StateRecord:
-        return StateRecord(kind, "replicated", path)
+def test_dropping_an_optimizer_leaves_directories_with_similar_names(tmp_path: Path) -> None:
+    made = tiny.recipe(optim_2=torch.nn.Linear(2, 2))
+    for step in (1, 2):
+        tiny.save(tmp_path, made, step=step)
+    assert main(["prune", str(tmp_path), "--keep-last", "1", "--drop-optimizer"]) == 0
+    slim = tmp_path / "epoch_0_step_1"
+    assert not (slim / "optim").exists() and (slim / "optim_2").is_dir() and is_intact(slim)
+    found = Manifest.read(slim)
+    assert found.left_out == {"optimizer", "lr_scheduler"} and "optim_2" in found.saved
 
-    manifest = replace(
-        MANIFEST_WITHOUT_FILES,
-        state={
-            "optimizer": record("optimizer", "optim/"),
-            "schedule": record("lr_scheduler", "optim/"),
-            "optimizer_2": record("module", "optim_2/"),
-        },
-        files={path: FileRecord(1, "x") for path in ("optim/a", "optim_2/a", "config.yaml")},
-        trees={"optimizer": EMPTY, "optimizer_2": EMPTY},
+
+def test_the_pin_of_a_checkpoint_that_is_gone_can_be_removed(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        (run / f"pin-epoch_0_step_{step}").symlink_to(f"epoch_0_step_{step}")
+    monkeypatch.chdir(run)
+    assert main(["unpin", "epoch_0_step_1"]) == 0
+    assert main(["unpin", str(run / "pin-epoch_0_step_2")]) == 0
+    assert [path.name for path in run.glob("pin-*")] == ["pin-epoch_0_step_3"]
+    assert main(["unpin", "epoch_0_step_1"]) == 3
+    assert main(["pin", "epoch_0_step_1"]) == 3
+    assert "unpinned epoch_0_step_1\n" in capsys.readouterr().out
+
+
+def test_prune_clears_what_a_killed_command_left(run: Path) -> None:
+    unique = "0" * 32
+    for name in (f".trash-{unique}", f".epoch_0_step_20.staging-{unique}"):
+        (run / name / "model").mkdir(parents=True)
+    (run / "paper").mkdir()
+    for name in (f".pin-epoch_0_step_10.{unique}", f".link-{unique}", f"paper/.link-{unique}"):
+        (run / name).symlink_to("epoch_0_step_10")
+    assert (
+        main(["prune", str(run), "--keep-last", "9", "--dry-run"]) == 0
+        and (run / f".trash-{unique}").exists()
     )
-    found = maintenance.without_optimizer(manifest)
-    assert set(found.files) == {"optim_2/a", "config.yaml"}
-    assert set(found.trees) == {"optimizer_2"}
-    assert found.left_out == {"optimizer", "schedule"} and found.saved == {"optimizer_2"}
+    assert main(["prune", str(run), "--keep-last", "9"]) == 0
+    hidden = {path.name for path in run.rglob("*") if path.name.startswith(".")}
+    assert hidden == {".metadata"}
 
 
-EMPTY = Tree("safetensors", {}, {})
-MANIFEST_WITHOUT_FILES = Manifest(
-    step=1,
-    epoch=0,
-    created=1.0,
-    world_size=1,
-    dp_size=1,
-    progress={},
-    losses={},
-    validated=False,
-    environment={},
-    lineage={},
-    state={},
-    trees={},
-    files={},
-)
+# ---------------------------------------------------------------- a checkpoint that was moved, with a link in its place
+
+
+@pytest.fixture
+def moved(tmp_path: Path) -> Path:
+    """A run of three checkpoints whose newest is on another disk, and whose second has a second name."""
+    root, made = tmp_path / "run", tiny.recipe()
+    for step in (10, 20, 30):
+        tiny.save(root, made, step=step, losses={"val_loss": float(step)}, validated=True)
+        tiny.train(made, 1)
+    (tmp_path / "big").mkdir()
+    (root / "epoch_0_step_30").rename(tmp_path / "big" / "epoch_0_step_30")
+    (root / "epoch_0_step_30").symlink_to(tmp_path / "big" / "epoch_0_step_30")
+    (root / "epoch_0_step_40").symlink_to("epoch_0_step_20")
+    return root
+
+
+def test_a_moved_newest_checkpoint_is_resumed_listed_verified_and_kept(
+    moved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    resumed = tiny.load(moved, tiny.recipe())
+    assert resumed is not None and resumed.step == 30
+    assert os.readlink(moved / "LATEST") == "epoch_0_step_30" and "goes back" not in caplog.text
+    assert main(["ls", str(moved)]) == 0 and "moved to" in capsys.readouterr().out
+    for path in (moved, moved / "LATEST", moved / "epoch_0_step_30"):
+        assert main(["verify", str(path), "--deep"]) == 0
+        assert f"{moved}/epoch_0_step_30: ok" in capsys.readouterr().out
+        assert main(["show", str(path)]) == 0
+    assert main(["pin", str(moved / "LATEST")]) == 0
+    assert os.readlink(moved / "pin-epoch_0_step_30") == "epoch_0_step_30"
+    assert main(["unpin", str(moved / "epoch_0_step_30")]) == 0
+    tiny.save(moved, tiny.recipe(), step=50)
+    assert main(["prune", str(moved), "--keep-last", "1"]) == 0
+    assert (moved / "epoch_0_step_30" / "MANIFEST.json").is_file()
+    assert os.listdir(tmp_path / "big") == ["epoch_0_step_30"]
+
+
+def test_a_moved_checkpoint_that_is_not_there_is_named_passed_over_and_set_aside(
+    moved: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "big").rename(tmp_path / "unmounted")
+    made = tiny.recipe()
+    saver = tiny.checkpointer(moved)
+    resumed = saver.load(discover(made))
+    assert resumed is not None and resumed.step == 20
+    assert (
+        "LATEST pointed to" in caplog.text
+        and "epoch_0_step_30: the checkpoint is a link to" in caplog.text
+    )
+    saver.save(discover(made), step=30, epoch=0)
+    saver.save(discover(made), step=40, epoch=0)
+    saver.close()
+    assert "epoch_0_step_40 has the name of a new checkpoint" in caplog.text
+    assert (
+        Manifest.read(moved / "epoch_0_step_30").step == 30
+        and Manifest.read(moved / "epoch_0_step_40").step == 40
+    )
+    (tmp_path / "unmounted").rename(tmp_path / "big")
+    assert Manifest.read(moved / "epoch_0_step_30.superseded-1").step == 30
+    assert os.readlink(moved / "epoch_0_step_40.superseded-1") == "epoch_0_step_20"
+
+
+def test_whatever_has_the_name_of_a_checkpoint_gives_way_and_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "epoch_0_step_20").write_text("mine")
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    assert (tmp_path / "epoch_0_step_20.superseded-1").read_text() == "mine"
+    assert (tmp_path / "epoch_0_step_20").is_dir()
+
+
+def test_a_save_after_a_return_to_an_earlier_step_sets_the_later_checkpoints_aside(
+    tmp_path: Path,
+) -> None:
+    root, made = tmp_path / "run", tiny.recipe()
+    for step in (10, 20, 30):
+        tiny.save(root, made, step=step)
+    saver = tiny.checkpointer(root, restore_from="epoch_0_step_10")
+    saver.load(discover(made))
+    saver.save(discover(made), step=15, epoch=0)
+    saver.close()
+    kept = [path.name for path in root.iterdir() if path.name.startswith("epoch_")]
+    assert sorted(kept) == [
+        "epoch_0_step_10",
+        "epoch_0_step_15",
+        "epoch_0_step_20.superseded-1",
+        "epoch_0_step_30.superseded-1",
+    ]

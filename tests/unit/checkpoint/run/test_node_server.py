@@ -178,45 +178,48 @@ def test_other_commands_are_refused(server: NodeServer, document: object) -> Non
     assert (server.root / STAGING).is_dir() and (server.root / NAME).is_dir()
 
 
-def test_a_process_that_was_stopped_fails_its_command_and_is_replaced(
+def test_a_process_that_fails_is_replaced_at_the_port_that_other_nodes_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also after a command that was canceled: its answer would be taken for that of the next one."""
+
+    def cancel() -> None:
+        raise SaveFailed("canceled", where="here", value="", hint="")
+
+    with pytest.raises(NodeFailed, match=r"(?i)address"):
+        NodeProcess(tmp_path, "192.0.2.1", TOKEN)
     process = NodeProcess(tmp_path, "127.0.0.1", TOKEN)
-    first, port = process.pid, process.address.port
+    address, pids = process.address, [process.pid]
     commanded = {"do": "keep", "names": [NAME], "to": []}
+
+    def assert_replaced() -> None:
+        process.do(commanded, lambda: None)
+        assert process.pid not in pids and process.address == address
+        pids.append(process.pid)
+
     with closing(process):
         process.do(commanded, lambda: None)
-        os.kill(first, signal.SIGSTOP)
+        os.kill(pids[-1], signal.SIGSTOP)
         with monkeypatch.context() as patch:
             patch.setattr(node_process, "STALLED_SECONDS", 0.1)
             with pytest.raises(NodeFailed, match="nothing for 0 s"):
                 process.do(commanded, lambda: None)
-        process.do(commanded, lambda: None)
-        assert process.pid != first and process.address.port == port
-    with pytest.raises(ProcessLookupError):
-        os.kill(first, 0)
-
-
-def test_the_answer_to_a_canceled_command_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
-    def cancel() -> None:
-        raise SaveFailed("canceled", where="here", value="", hint="")
-
-    commanded = {"do": "keep", "names": [NAME], "to": []}
-    with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
-        first = process.pid
+        assert_replaced()
         with pytest.raises(NodeFailed, match="canceled"):
             process.do(commanded, cancel)
-        process.do(commanded, lambda: None)
-        assert process.pid != first
-
-
-def test_a_process_that_was_killed_is_started_again_before_the_next_save(tmp_path: Path) -> None:
-    with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
-        first = process.pid
-        os.kill(first, signal.SIGKILL)
-        wait_until(lambda: not listens(process.address))
+        assert_replaced()
+        os.kill(pids[-1], signal.SIGKILL)
+        wait_until(lambda: not listens(address))
         process.start_again()
-        assert process.pid != first and listens(process.address)
+        assert listens(address)
+        assert_replaced()
+        process.kill()
+        with socket.create_server(address), pytest.raises(NodeFailed, match=r"(?i)address"):
+            process.do(commanded, lambda: None)
+        assert_replaced()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def write_report(run: Path, file: str, text: str = "state") -> None:
@@ -289,14 +292,3 @@ def test_reports_are_not_written_through_links(tmp_path: Path, link: str) -> Non
     with pytest.raises(NotADirectoryError, match="symbolic link"):
         HangReports(run, lambda *_: None).receive("step_3/rank_0.txt", b"state")
     assert list(outside.iterdir()) == []
-
-
-def test_a_process_that_cannot_listen_is_an_error_and_is_replaced(tmp_path: Path) -> None:
-    with pytest.raises(NodeFailed, match=r"(?i)address"):
-        NodeProcess(tmp_path, "192.0.2.1", TOKEN)
-    commanded = {"do": "keep", "names": [NAME], "to": []}
-    with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
-        process.kill()
-        with socket.create_server(process.address), pytest.raises(NodeFailed, match=r"(?i)address"):
-            process.do(commanded, lambda: None)
-        process.do(commanded, lambda: None)
