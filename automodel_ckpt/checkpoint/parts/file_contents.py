@@ -15,7 +15,6 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import xxhash
 
@@ -26,8 +25,6 @@ from automodel_ckpt.checkpoint.parts.slices import Slice, runs_in_file
 from automodel_ckpt.checkpoint.parts.tree import Tree, in_rank_files, slices_in_rank_file
 from automodel_ckpt.errors import Problem
 
-Level = Literal["none", "size", "digest"]
-"""What to verify of a file."""
 HINT = "use another checkpoint of this run, or a copy of the file"
 _NAMED = 5
 
