@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint import SaveReport
 from automodel_ckpt.checkpoint.files.layout import TEXT_LOG, TRAINING_LOG, VALIDATION_LOG
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.checkpoint.saving.save import SaveReport
 from automodel_ckpt.config.keys.monitoring import LoggingConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import LeaseLost, without_hidden
