@@ -21,8 +21,7 @@ from automodel_ckpt.config.keys.monitoring import LoggingConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import LeaseLost, without_hidden
 from automodel_ckpt.logs.metrics import JsonlLog, PeakMemory
-from automodel_ckpt.logs.progress import Progress, set_up_logging, tear_down_logging
-from automodel_ckpt.logs.text_log import TextLog
+from automodel_ckpt.logs.progress import Progress, TextLog, set_up_logging, tear_down_logging
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler

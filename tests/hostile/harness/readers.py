@@ -30,8 +30,7 @@ from automodel_ckpt.errors import describe
 from automodel_ckpt.hub import background as hub
 from automodel_ckpt.logs.follow import Follower, upload_lock
 from automodel_ckpt.logs.metrics import JsonlLog
-from automodel_ckpt.logs.progress import Progress, set_up_logging
-from automodel_ckpt.logs.text_log import TextLog
+from automodel_ckpt.logs.progress import Progress, TextLog, set_up_logging
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.ranks.hangs import RankState, read_states, write_state
 from tests.hostile.harness import victim
