@@ -70,9 +70,8 @@ from automodel_ckpt.training.kinds.teacher import teacher_model
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.measure.measurements import build_step_scheduler
 from automodel_ckpt.training.model.adapters import lora_of, quantization
-from automodel_ckpt.training.model.deferred_model import DeferredModel
+from automodel_ckpt.training.model.deferred_model import DeferredModel, shard
 from automodel_ckpt.training.model.sections import read_model_config, row_multiple
-from automodel_ckpt.training.model.sharding import shard
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.sample_preview import built_data
