@@ -33,7 +33,7 @@ from automodel_ckpt.models.loss.z_loss import ZLoss
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.parts.objective import Objective
-from automodel_ckpt.training.parts.parameter_groups import trained_parameters
+from automodel_ckpt.training.parts.optimizers import trained_parameters
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -49,9 +49,8 @@ from automodel_ckpt.checkpoint.parts.discovery import (
 )
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.directory import OPENING, RunDirectory
 from automodel_ckpt.checkpoint.run.generation import NOTE
-from automodel_ckpt.checkpoint.run.writable import OPENING
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.saving.planner import Planner

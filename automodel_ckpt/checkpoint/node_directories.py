@@ -31,11 +31,10 @@ from automodel_ckpt.checkpoint.memory.save_files import (
     remove_set_aside,
     saves_set_aside,
 )
-from automodel_ckpt.checkpoint.options import CheckpointOptions
+from automodel_ckpt.checkpoint.options import CheckpointOptions, Level
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.failures import as_failure
-from automodel_ckpt.checkpoint.parts.file_contents import Level
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.generation import Postponed, RunGeneration

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, get_args
 
-from automodel_ckpt.checkpoint.parts.file_contents import Level
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.errors import RecipeError
 
 ModelFormat = Literal["safetensors", "torch_save"]
 ModelLayout = Literal["shards", "hf", "adapter"]
 OnIncompatible = Literal["error", "sibling"]
+Level = Literal["none", "size", "digest"]
+"""What to verify of a file."""
 
 
 class RemoteOptions(Protocol):

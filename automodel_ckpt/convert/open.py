@@ -19,7 +19,7 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.file_contents import Level
+from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import contiguous_slices
 from automodel_ckpt.checkpoint.parts.verify import verify

@@ -19,10 +19,9 @@ from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner
 from automodel_ckpt.checkpoint.parts.commit import make_run_directory
 from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
 from automodel_ckpt.checkpoint.run import maintenance
-from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.directory import RunDirectory, check_not_a_file
 from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
 from automodel_ckpt.checkpoint.run.policy import KeepPolicy
-from automodel_ckpt.checkpoint.run.writable import check_not_a_file
 from automodel_ckpt.errors import SaveFailed, os_problem, writing_hint
 
 

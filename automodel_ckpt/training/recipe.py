@@ -38,8 +38,7 @@ from automodel_ckpt.training.saves.checkpointing import (
     replica_check,
 )
 from automodel_ckpt.training.start.base_commit import pin_base
-from automodel_ckpt.training.start.resume import check_own, load_checkpoint
-from automodel_ckpt.training.start.resume_overrides import log_omitted_state
+from automodel_ckpt.training.start.resume import check_own, load_checkpoint, log_omitted_state
 from automodel_ckpt.training.start.start_rank import (
     check_classes,
     check_hidden_methods,

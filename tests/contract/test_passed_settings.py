@@ -13,8 +13,7 @@ from automodel_ckpt import load_recipe
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.model.deferred_model import DeferredModel
-from automodel_ckpt.training.model.sharding import shard
+from automodel_ckpt.training.model.deferred_model import DeferredModel, shard
 from tests.support.runs.recipes import SMALLEST
 
 

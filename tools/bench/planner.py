@@ -50,10 +50,9 @@ from automodel_ckpt.checkpoint.options import CheckpointOptions
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.saving.agreement import TreeSummary, shares_of_all
-from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.checkpoint.saving.planner import Planner, shares_of_all
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
-from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveSettings
+from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveSettings, TreeSummary
 from tools.bench.report import write_block
 
 ROOT = Path(__file__).resolve().parents[2]

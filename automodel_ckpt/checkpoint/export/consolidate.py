@@ -31,7 +31,7 @@ from automodel_ckpt.checkpoint.export.plan import make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export.publish import Check, check_target, resolved_target, staged
 from automodel_ckpt.checkpoint.export.script import consolidate_script
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.file_contents import Level
+from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.slices import Slice
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of

@@ -21,8 +21,9 @@ from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.durable_file import part_digests
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, read_safely
 from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
-from automodel_ckpt.checkpoint.parts.file_contents import Level, size_problem
+from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.slices import Tensor, row_major_boxes
+from automodel_ckpt.checkpoint.parts.tree import size_problem
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 # A line of a hundred bytes for each byte range; parsed, it takes up to 25 times as much memory. A longer manifest must

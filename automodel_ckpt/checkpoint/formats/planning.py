@@ -91,7 +91,7 @@ class Fetch:
 class TreePlan:
     """The state dict of one tree, and which rank writes what of it. *kinds* has the kinds of tensors that do not train.
 
-    The results of :meth:`describe` are compared between ranks (``saving/agreement.py``). :meth:`assign`
+    The results of :meth:`describe` are compared between ranks (``saving/planner.py``). :meth:`assign`
     takes the resulting shares. Every rank computes the same assignment, so nothing is scattered.
     """
 

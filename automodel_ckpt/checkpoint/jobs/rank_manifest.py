@@ -18,7 +18,6 @@ from typing import IO, Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.file_contents import FileContents, merkle_digest
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slice_table import (
@@ -28,7 +27,14 @@ from automodel_ckpt.checkpoint.parts.slice_table import (
     segment_of,
 )
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
-from automodel_ckpt.checkpoint.parts.tree import Blob, Tree, blob_of, tensor_of
+from automodel_ckpt.checkpoint.parts.tree import (
+    Blob,
+    FileContents,
+    Tree,
+    blob_of,
+    merkle_digest,
+    tensor_of,
+)
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 

@@ -24,9 +24,9 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.safe_open import begins_with
-from automodel_ckpt.checkpoint.parts.file_contents import FileContents, FileSlice, size_problem
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import Slice
+from automodel_ckpt.checkpoint.parts.tree import FileContents, FileSlice, size_problem
 from automodel_ckpt.errors import CheckpointUnusable
 
 MAX_AGE_SECONDS = 86400.0

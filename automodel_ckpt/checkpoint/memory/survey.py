@@ -32,9 +32,10 @@ from automodel_ckpt.checkpoint.memory.save_files import (
     save_digest,
     set_aside,
 )
+from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.file_contents import Level, has_merkle_digest
 from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest, Summary
+from automodel_ckpt.checkpoint.parts.tree import has_merkle_digest
 from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.store.ranges import REQUEST_BYTES, VerifiedRanges, files_with_tensors

@@ -13,18 +13,18 @@ from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
-from automodel_ckpt.checkpoint.parts.file_contents import (
+from automodel_ckpt.checkpoint.options import Level
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.tree import (
     HINT,
     FileContents,
     FileSlice,
-    Level,
     damage_text,
     damaged,
     has_merkle_digest,
     head_fits,
     size_problem,
 )
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
 
 _TASK_BYTES = 64 << 20

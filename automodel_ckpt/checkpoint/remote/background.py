@@ -14,17 +14,19 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
-from automodel_ckpt.checkpoint.remote.part_uploader import STATUS as PART_STATUS
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, STATUS
 from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.run.transfer_files import link, step_of
+from automodel_ckpt.checkpoint.run.transfer_files import TO_STORE, link, step_of
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import SaveFailed
 
 log = logging.getLogger("automodel_ckpt")
 
+LINK = TO_STORE
+STATUS = ".remote.json"
+PART_STATUS = ".remote-part.json"
+LOCK = ".remote.lock"
 _KEY = "checkpoint.remote"
 _MODULE = "automodel_ckpt.checkpoint.remote.uploader"
 _PART_MODULE = "automodel_ckpt.checkpoint.remote.part_uploader"

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import xxhash
 
 from automodel_ckpt.checkpoint.files.digests import digest_from, digest_of
-from automodel_ckpt.checkpoint.parts.file_contents import (
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.tree import (
     FileContents,
     damage_text,
     has_merkle_digest,
     merkle_digest,
 )
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.errors import Problem

@@ -16,24 +16,23 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest, Summary
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote import parts
+from automodel_ckpt.checkpoint.remote.background import LINK, LOCK, PART_STATUS
 from automodel_ckpt.checkpoint.remote.child_process import serve
 from automodel_ckpt.checkpoint.remote.parts import PartAnswer, PartRequest, files_here, only
 from automodel_ckpt.checkpoint.remote.push import send_files
-from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, Job, StoreLoop
+from automodel_ckpt.checkpoint.remote.uploader import Job, StoreLoop
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.notes import stamp
 from automodel_ckpt.checkpoint.store.store import StoreError
 from automodel_ckpt.checkpoint.store.transfer import UploadMemory
 from automodel_ckpt.errors import CheckpointUnusable
 
-STATUS = ".remote-part.json"
-
 
 class PartUploader(StoreLoop):
     """Uploads the files in *root* that the coordinator asks for."""
 
     def __init__(self, root: Path, job: Job) -> None:
-        super().__init__(root, STATUS, job)
+        super().__init__(root, PART_STATUS, job)
         self._is_owner = False
         self._answered: set[str] = set()
         self._stored: set[str] = set()

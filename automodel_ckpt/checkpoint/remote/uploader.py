@@ -14,6 +14,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.export.export_manifest import complete_exports
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.remote.background import LINK, LOCK, STATUS
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, print_line, serve
 from automodel_ckpt.checkpoint.remote.parts import OtherNodes
 from automodel_ckpt.checkpoint.remote.pull import LOGS
@@ -21,15 +22,11 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy, resume
-from automodel_ckpt.checkpoint.run.transfer_files import TO_STORE, link, pending, unlink
+from automodel_ckpt.checkpoint.run.transfer_files import link, pending, unlink
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle
 from automodel_ckpt.errors import CheckpointUnusable
-
-LINK = TO_STORE
-STATUS = ".remote.json"
-LOCK = ".remote.lock"
 
 
 @dataclass(frozen=True)

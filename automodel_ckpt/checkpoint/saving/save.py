@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from automodel_ckpt.checkpoint.export.plan import BaseMaps
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats import hf
-from automodel_ckpt.checkpoint.formats.description import TreeDescription
+from automodel_ckpt.checkpoint.formats.description import Mesh, TreeDescription
 from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan
 from automodel_ckpt.checkpoint.jobs.reuse import Previous
 from automodel_ckpt.checkpoint.options import CheckpointOptions, ModelFormat, ModelLayout
@@ -21,7 +21,6 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import StateRecord
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.saving.agreement import TreeSummary
 from automodel_ckpt.errors import AutomodelError
 
 if TYPE_CHECKING:
@@ -196,6 +195,14 @@ class SaveReport:
     @property
     def bytes_per_second(self) -> float:
         return self.nbytes / self.total_seconds if self.total_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class TreeSummary:
+    """What each rank sends about a tree: the digest of its description, and the first rank of each mesh."""
+
+    digest: str
+    origins: Mapping[Mesh, int]
 
 
 @dataclass(slots=True)

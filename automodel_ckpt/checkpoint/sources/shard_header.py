@@ -9,9 +9,9 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.safe_open import begins_with
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
-from automodel_ckpt.checkpoint.parts.file_contents import FileSlice, has_merkle_digest, head_fits
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import Slice
+from automodel_ckpt.checkpoint.parts.tree import FileSlice, has_merkle_digest, head_fits
 
 # A sector (files/direct.py): O_DIRECT reads and cloned blocks must begin at one.
 ALIGN = 4096

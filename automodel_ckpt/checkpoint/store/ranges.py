@@ -17,10 +17,9 @@ from typing import Protocol
 import xxhash
 
 from automodel_ckpt.checkpoint.files.digests import digest_from
-from automodel_ckpt.checkpoint.parts.file_contents import FileContents, FileSlice, damage_text
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of, runs_in_file
-from automodel_ckpt.checkpoint.parts.tree import files_of
+from automodel_ckpt.checkpoint.parts.tree import FileContents, FileSlice, damage_text, files_of
 from automodel_ckpt.errors import CheckpointUnusable
 
 REQUEST_BYTES = 16 << 20

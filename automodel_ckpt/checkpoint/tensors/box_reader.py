@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.parts.file_contents import FileSlice, damaged
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,
     Slice,
@@ -22,6 +21,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     intersection,
     row_major_boxes,
 )
+from automodel_ckpt.checkpoint.parts.tree import FileSlice, damaged
 from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from automodel_ckpt.base.store_url import is_store_url, is_url
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import overlay_warning
-from automodel_ckpt.checkpoint.run.writable import check_writable
+from automodel_ckpt.checkpoint.run.directory import check_writable
 from automodel_ckpt.cli.common.terminal import printable, size_text
 from automodel_ckpt.config.callables.sent_values import values_of
 from automodel_ckpt.config.help.changes import (

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
 from automodel_ckpt.checkpoint.export.plan import Plan, export_names, make_plan, parse_cast_dtype
-from automodel_ckpt.checkpoint.parts.file_contents import Level
+from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.checkpoint import Resumed
 from automodel_ckpt.checkpoint.files.layout import AVERAGE
+from automodel_ckpt.checkpoint.loader import Resumed
 from automodel_ckpt.checkpoint.state.module_tensors import (
     CompleteTensors,
     StoredLayout,

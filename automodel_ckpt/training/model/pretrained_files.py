@@ -20,7 +20,7 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files.layout import RankLayout
 from automodel_ckpt.checkpoint.formats.description import DTYPES
-from automodel_ckpt.checkpoint.parts.file_contents import Level
+from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module, module_shapes
 from automodel_ckpt.checkpoint.state.module_tensors import (

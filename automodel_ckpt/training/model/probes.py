@@ -34,9 +34,9 @@ from automodel_ckpt.models.model_checks import (
 )
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
+from automodel_ckpt.training.model.deferred_model import Sharded
 from automodel_ckpt.training.model.row_sharing import ProbedModel, Rows, choose_row_layout
 from automodel_ckpt.training.model.sections import ModelRequest, balancing_scope
-from automodel_ckpt.training.model.sharding import Sharded
 
 if TYPE_CHECKING:
     from automodel_ckpt.loss.router_loss import RouterLoss

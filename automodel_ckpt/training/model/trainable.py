@@ -51,7 +51,14 @@ from automodel_ckpt.parallel.precision import (
     with_parameter_type,
 )
 from automodel_ckpt.parallel.running_statistics import keep_frozen_statistics
-from automodel_ckpt.training.model.deferred_model import DeferredModel, build_unsharded
+from automodel_ckpt.training.model.deferred_model import (
+    DeferredModel,
+    build_unsharded,
+    check_cuda_graphs,
+    check_mesh,
+    has_cuda_graphs,
+    shard_for_training,
+)
 from automodel_ckpt.training.model.pretrained_files import layout_in_files, types_in_files
 from automodel_ckpt.training.model.probes import (
     add_embedding_noise,
@@ -69,12 +76,6 @@ from automodel_ckpt.training.model.sections import (
     logs_mfu,
     read_model_config,
     text_tokenizer,
-)
-from automodel_ckpt.training.model.sharding import (
-    check_cuda_graphs,
-    check_mesh,
-    has_cuda_graphs,
-    shard_for_training,
 )
 
 if TYPE_CHECKING:

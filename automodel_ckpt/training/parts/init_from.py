@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.base.store_url import is_url, public
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.layout import RankLayout
-from automodel_ckpt.checkpoint.parts.file_contents import Level
+from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import (
     Filling,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.checkpoint.checkpointer import Checkpointer
 from automodel_ckpt.config.keys.checkpoint import HubConfig
 from automodel_ckpt.errors import SaveFailed
 from automodel_ckpt.hub.background import Pushes

@@ -15,8 +15,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.units import counted, size_text
-from automodel_ckpt.checkpoint import Checkpointer
-from automodel_ckpt.checkpoint.checkpointer import Resumed
+from automodel_ckpt.checkpoint.checkpointer import Checkpointer, Resumed
 from automodel_ckpt.checkpoint.files.layout import RankLayout
 from automodel_ckpt.checkpoint.memory.directory import GENERATION, remove_memory
 from automodel_ckpt.checkpoint.memory.nodes import Nodes, open_memory

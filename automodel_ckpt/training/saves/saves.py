@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from automodel_ckpt.base.units import size_text
-from automodel_ckpt.checkpoint import Checkpointer, SaveReport, discover
-from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
+from automodel_ckpt.checkpoint.checkpointer import Checkpointer, Resumed, Saving
 from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_command
+from automodel_ckpt.checkpoint.parts.discovery import discover
 from automodel_ckpt.checkpoint.parts.failures import text_while_running
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.timeline import SAVES
 from automodel_ckpt.checkpoint.run.transfer_files import TO_HUB, clear_links
+from automodel_ckpt.checkpoint.saving.save import SaveReport
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import (

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint import SaveReport
 from automodel_ckpt.checkpoint.files.layout import TEXT_LOG, TRAINING_LOG, VALIDATION_LOG
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.checkpoint.saving.save import SaveReport
 from automodel_ckpt.config.keys.monitoring import LoggingConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import LeaseLost, without_hidden
 from automodel_ckpt.logs.metrics import JsonlLog, PeakMemory
-from automodel_ckpt.logs.progress import Progress, set_up_logging, tear_down_logging
-from automodel_ckpt.logs.text_log import TextLog
+from automodel_ckpt.logs.progress import Progress, TextLog, set_up_logging, tear_down_logging
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler

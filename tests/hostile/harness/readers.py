@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.memory.nodes import open_memory
 from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside, saves_set_aside
 from automodel_ckpt.checkpoint.parts.commit import point
 from automodel_ckpt.checkpoint.parts.manifest import Summary
-from automodel_ckpt.checkpoint.remote import part_uploader, uploader
+from automodel_ckpt.checkpoint.remote import background
 from automodel_ckpt.checkpoint.remote.child_process import Status, only_one
 from automodel_ckpt.checkpoint.run.generation import RunGeneration
 from automodel_ckpt.checkpoint.run.transfer_files import pending
@@ -30,8 +30,7 @@ from automodel_ckpt.errors import describe
 from automodel_ckpt.hub import background as hub
 from automodel_ckpt.logs.follow import Follower, upload_lock
 from automodel_ckpt.logs.metrics import JsonlLog
-from automodel_ckpt.logs.progress import Progress, set_up_logging
-from automodel_ckpt.logs.text_log import TextLog
+from automodel_ckpt.logs.progress import Progress, TextLog, set_up_logging
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.ranks.hangs import RankState, read_states, write_state
 from tests.hostile.harness import victim
@@ -115,14 +114,14 @@ def _follow(run: Path) -> int:
 def _uploads(run: Path) -> int:
     """Read what the process that uploads checkpoints keeps in the run directory."""
     memory = UploadMemory.read(
-        run / f"{uploader.LINK}epoch_0_step_20.json", "xxh3_128:0", "s3://bucket/run"
+        run / f"{background.LINK}epoch_0_step_20.json", "xxh3_128:0", "s3://bucket/run"
     )
-    Status.read(run, uploader.STATUS)
-    Status.read(run, part_uploader.STATUS)
+    Status.read(run, background.STATUS)
+    Status.read(run, background.PART_STATUS)
     gone_back.GoneBack.read(run)
     try:
-        pending(run, uploader.LINK)
-        with only_one(run, uploader.LOCK, "token"):
+        pending(run, background.LINK)
+        with only_one(run, background.LOCK, "token"):
             memory.note_done("model/file")
         memory.forget()
         gone_back.note(run, 20, "token")

@@ -14,10 +14,11 @@ import pytest
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import child_process, parts
+from automodel_ckpt.checkpoint.remote.background import LINK
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop
 from automodel_ckpt.checkpoint.remote.part_uploader import PartUploader
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.uploader import LINK, Job, Uploader
+from automodel_ckpt.checkpoint.remote.uploader import Job, Uploader
 from automodel_ckpt.checkpoint.run.transfer_files import link, pending
 from automodel_ckpt.checkpoint.store.store import Store
 from tests.support.runs.stored_runs import FIRST, SECOND, URL, write_run

@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
-from automodel_ckpt.checkpoint.remote import background, child_process, uploader
+from automodel_ckpt.checkpoint.remote import background, child_process
 from automodel_ckpt.checkpoint.remote.child_process import Status
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
@@ -239,7 +239,7 @@ def test_training_goes_on_without_a_store_and_the_end_reports_it(
         tiny.train(made)
         checkpointer.save(vars(made), step=step, epoch=0)
     deadline = time.monotonic() + 60
-    while not Status.read(root, uploader.STATUS).failures and time.monotonic() < deadline:
+    while not Status.read(root, background.STATUS).failures and time.monotonic() < deadline:
         time.sleep(0.05)
     # Both wait for the store, although only the newest is kept.
     assert {FIRST, SECOND} <= {path.name for path in root.iterdir()}
@@ -249,7 +249,7 @@ def test_training_goes_on_without_a_store_and_the_end_reports_it(
     s3.fault = None
     checkpointer.close()
     deadline = time.monotonic() + 60
-    while pending(root, uploader.LINK) and time.monotonic() < deadline:
+    while pending(root, background.LINK) and time.monotonic() < deadline:
         time.sleep(0.1)
     run = RemoteRun(Store(URL))
     assert run.pointed("LATEST") == SECOND
@@ -273,7 +273,7 @@ def test_the_end_of_a_run_waits_for_a_store_that_is_required(
     checkpointer.save(vars(made), step=10, epoch=0)
 
     def revive() -> None:
-        while not Status.read(root, uploader.STATUS).failures:
+        while not Status.read(root, background.STATUS).failures:
             time.sleep(0.05)
         store.unlink()
 
@@ -295,16 +295,16 @@ def test_the_end_of_a_run_names_what_is_missing_in_the_store(
     uploads = background.Uploads(root, RemoteStorage(url=url), "val_loss", "min")
     uploads.process.start()
     uploads.note_published(SECOND)
-    link(root, uploader.LINK, FIRST)
-    (root / uploader.STATUS).write_text(json.dumps({"error": "it failed"}))
+    link(root, background.LINK, FIRST)
+    (root / background.STATUS).write_text(json.dumps({"error": "it failed"}))
     for missing in (f"{SECOND}, {FIRST}", FIRST):
         with pytest.raises(SaveFailed, match="exports are not in the store") as failure:
             uploads.finish()
         assert f"{missing}; it failed" in str(failure.value)
         assert f"`ckpt push {root / missing.split(',')[0]} {url}`" in str(failure.value)
-        unlink(root, uploader.LINK, SECOND)
+        unlink(root, background.LINK, SECOND)
     # A process of an earlier start may have removed the link.
-    unlink(root, uploader.LINK, FIRST)
+    unlink(root, background.LINK, FIRST)
     with pytest.raises(SaveFailed, match=SECOND):
         uploads.finish()
 
@@ -321,7 +321,7 @@ def test_a_stop_by_signal_waits_for_the_upload(
     uploads.process.start()
     uploads.note_published(SECOND)
     uploads.finish_before_stop(600.0, lambda: False)
-    assert not pending(root, uploader.LINK)
+    assert not pending(root, background.LINK)
     is_sound(RemoteRun(Store(settings.url)), root)
     assert f"waiting up to 600 s for the upload of {SECOND}" in caplog.text
     assert "not in the store yet" not in caplog.text
@@ -349,7 +349,7 @@ def test_an_uploading_process_that_is_killed_is_started_again(
     uploads.note_published(FIRST)
     kill()
     end = time.monotonic() + 300
-    while pending(root, uploader.LINK):
+    while pending(root, background.LINK):
         assert time.monotonic() < end
         time.sleep(0.05)
     monkeypatch.setattr(child_process, "_RESTART_SECONDS", 1000.0)
@@ -432,11 +432,11 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
 
     for name in (FIRST, SECOND):
         (tmp_path / name).mkdir()
-    (tmp_path / f"{uploader.LINK}{SECOND}").symlink_to(SECOND)
+    (tmp_path / f"{background.LINK}{SECOND}").symlink_to(SECOND)
     # The run goes back to the first: the second, which was not uploaded yet, would become the newest there. A kill
     # prevented the link of the first.
     uploads.start(10, FIRST)
-    assert pending(tmp_path, uploader.LINK) == [FIRST]
+    assert pending(tmp_path, background.LINK) == [FIRST]
     # The process died before it had marked the second one of an earlier start, which is in the store.
     uploads.note_published(SECOND)
     assert launched() == [10, 10]
@@ -446,14 +446,14 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
     assert launched() == [10, 10, 20]
     # The run goes back while it trains.
     uploads.roll_back(10)
-    assert launched() == [10, 10, 20, 10] and pending(tmp_path, uploader.LINK) == [FIRST]
+    assert launched() == [10, 10, 20, 10] and pending(tmp_path, background.LINK) == [FIRST]
     uploads.note_published(SECOND)
     del started[3:]
     # It ended because another run took over: a link would keep the checkpoint forever.
-    (tmp_path / uploader.STATUS).write_text(json.dumps({"is_over": True}))
+    (tmp_path / background.STATUS).write_text(json.dumps({"is_over": True}))
     uploads.note_published("epoch_0_step_30")
     assert launched() == [10, 10, 20]
-    assert pending(tmp_path, uploader.LINK) == [SECOND, FIRST]
+    assert pending(tmp_path, background.LINK) == [SECOND, FIRST]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.remote import child_process, uploader
+from automodel_ckpt.checkpoint.remote import background, child_process, uploader
 from automodel_ckpt.checkpoint.remote.child_process import Status
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
@@ -96,7 +96,7 @@ def test_faults_of_uploads_and_downloads_pass(
     root = tmp_path / "run"
     root.mkdir()
     (root / FIRST).symlink_to(local / FIRST)
-    (root / f"{uploader.LINK}{FIRST}").symlink_to(FIRST)
+    (root / f"{background.LINK}{FIRST}").symlink_to(FIRST)
     # s3fs repeats some requests five times: more than that fail.
     proxy.rule = first(12, fault, is_write)
     job = uploader.Job(URL, {}, "token", "val_loss", num_threads=2)
@@ -125,7 +125,7 @@ def test_a_lost_connection_and_stale_listings_pass(
     root = tmp_path / "run"
     root.mkdir()
     (root / SECOND).symlink_to(local / SECOND)
-    (root / f"{uploader.LINK}{SECOND}").symlink_to(SECOND)
+    (root / f"{background.LINK}{SECOND}").symlink_to(SECOND)
     # The listing has nothing of the second checkpoint.
     proxy.freeze_lists()
     proxy.is_down = True
@@ -134,11 +134,11 @@ def test_a_lost_connection_and_stale_listings_pass(
     uploading.finish()
     thread = threading.Thread(target=uploading.run)
     thread.start()
-    while not Status.read(root, uploader.STATUS).failures:
+    while not Status.read(root, background.STATUS).failures:
         time.sleep(0.01)
     proxy.is_down = False
     thread.join(60)
-    assert not pending(root, uploader.LINK)
+    assert not pending(root, background.LINK)
     assert run.pointed(layout.LATEST) == SECOND
     newest = run.newest()
     assert newest is not None and str(newest.name) == SECOND

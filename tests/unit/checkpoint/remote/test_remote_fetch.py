@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.jobs import rank_manifest
 from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.remote import background, fetch, uploader
+from automodel_ckpt.checkpoint.remote import background, fetch
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -212,7 +212,7 @@ def test_a_url_is_a_directory_of_a_checkpointer(
     assert checkpointer.transfers.uploads.job["keep"]["last"] == 3
     assert checkpointer._options.keep_last == 1
     checkpointer.save(discover(made), step=10, epoch=0)
-    assert pending(local, uploader.LINK) == [FIRST]
+    assert pending(local, background.LINK) == [FIRST]
     checkpointer.transfers.uploads = None
     checkpointer.close()
 

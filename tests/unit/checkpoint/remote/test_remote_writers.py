@@ -12,7 +12,7 @@ from werkzeug.wrappers import Request, Response
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.remote import child_process, uploader
+from automodel_ckpt.checkpoint.remote import background, child_process, uploader
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -231,12 +231,12 @@ def test_a_second_process_of_a_start_does_not_take_a_url_back(tmp_path: Path) ->
 
 def test_a_late_process_of_an_earlier_start_uploads_nothing(tmp_path: Path) -> None:
     """It waited for the lock until the process of the later start ended."""
-    child_process.note_newest(tmp_path, uploader.LOCK, "first")
-    with child_process.only_one(tmp_path, uploader.LOCK, "first") as is_newest:
+    child_process.note_newest(tmp_path, background.LOCK, "first")
+    with child_process.only_one(tmp_path, background.LOCK, "first") as is_newest:
         assert is_newest()
-        child_process.note_newest(tmp_path, uploader.LOCK, "second")
+        child_process.note_newest(tmp_path, background.LOCK, "second")
         assert not is_newest()
-    with child_process.only_one(tmp_path, uploader.LOCK, "first") as is_newest:
+    with child_process.only_one(tmp_path, background.LOCK, "first") as is_newest:
         assert not is_newest()
 
 
@@ -252,12 +252,12 @@ def test_a_process_of_an_earlier_start_uploads_no_checkpoint_of_a_later_one(
     uploads.is_newest = lambda: is_newest[0]
     for name in (FIRST, SECOND):
         (run / name).symlink_to(local / name)
-    link(run, uploader.LINK, FIRST)
+    link(run, background.LINK, FIRST)
     uploads.catch_up()
     is_newest[0] = False
-    link(run, uploader.LINK, SECOND)
+    link(run, background.LINK, SECOND)
     uploads.catch_up()
-    assert pending(run, uploader.LINK) == [SECOND] and uploads.stopping.is_set()
+    assert pending(run, background.LINK) == [SECOND] and uploads.stopping.is_set()
     later = uploader.Job(url, {}, "second", "val_loss", went_back_to=10)
     uploader.Uploader(run, later).catch_up()
     newest = RemoteRun(Store(url)).newest()

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.directory import RunDirectory, check_writable
 from automodel_ckpt.checkpoint.run.policy import KeepPolicy
-from automodel_ckpt.checkpoint.run.writable import check_writable
 from automodel_ckpt.errors import RecipeError
 
 

@@ -13,10 +13,10 @@ import pytest
 from automodel_ckpt.errors import LeaseLost, RecipeError
 from automodel_ckpt.logs.progress import (
     Progress,
+    TextLog,
     set_up_logging,
     tear_down_logging,
 )
-from automodel_ckpt.logs.text_log import TextLog
 
 
 class Terminal(io.StringIO):

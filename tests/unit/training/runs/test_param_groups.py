@@ -21,8 +21,7 @@ from automodel_ckpt.config.keys.optimizer import (
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.optim.build import FusedAdamW
 from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
-from automodel_ckpt.training.parts.optimizers import build_optimizer
-from automodel_ckpt.training.parts.parameter_groups import trained_parameters
+from automodel_ckpt.training.parts.optimizers import build_optimizer, trained_parameters
 
 SIZES = {
     "hidden_size": 16,

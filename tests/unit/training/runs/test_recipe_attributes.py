@@ -16,7 +16,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training import recipe as recipe_module
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.start.resume_overrides import RecipeOptions
+from automodel_ckpt.training.start.resume import RecipeOptions
 
 
 class Recipe(recipe_module.Recipe):
