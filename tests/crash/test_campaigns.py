@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.servers.command_server import CommandServer, Starting
-from tools.crash import (
-    endurance,
-    faults,
-    flips,
-    jobs,
-    kill,
-    power,
-    syscalls,
-)
-from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Ours
+from automodel_ckpt.checkpoint.parts import commit
+from tests.support.servers.command_server import CommandServer
+from tools.crash import calls, flips, jobs, power, signals, syscalls
+from tools.crash.place import Scenario
+from tools.crash.record import Record
+from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Subject
 
 SEED = 1
 """The same points in each run of the suite: `make crash` has the others."""
@@ -42,54 +39,76 @@ def needs_calls() -> None:
 
 
 @pytest.fixture
-def sweep() -> Iterator[kill.Sweep]:
+def sweep() -> Iterator[calls.Sweep]:
     needs_calls()
-    made = kill.Sweep(seed=0)
-    yield made
-    made.close()
+    with calls.Sweep(seed=0) as made:
+        yield made
 
 
-def scenario(name: str) -> kill.Scenario:
-    return next(one for one in kill.SCENARIOS if one.name == name)
+def scenario(name: str) -> Scenario:
+    return next(one for one in calls.SCENARIOS if one.name == name)
 
 
-def last_calls(sweep: kill.Sweep, name: str, subject: Ours) -> list[int]:
+def kills(subject: Subject, *names: str) -> Record:
+    """A sample of six kills."""
+    chosen = tuple(map(scenario, names))
+    limits: Any = {"points": 6, "seed": SEED, "seconds": SECONDS}
+    return calls.run("sample", (subject,), calls.judge_kill, chosen, **limits)
+
+
+def last_calls(sweep: calls.Sweep, name: str, subject: Subject) -> list[int]:
     """The numbers, in rank 0, of the calls that are no writes, from the last."""
-    names = sweep.calls(subject, scenario(name), "rank0")
-    return [at for at in range(len(names), 0, -1) if names[at - 1] != "write"]
+    points = sweep.kills(subject, scenario(name))
+    found = [p.at for call, p in points if p.ranks == "rank0" and call != "write"]
+    return found[::-1]
 
 
 def test_no_kill_of_a_sample_loses_a_checkpoint() -> None:
     needs_calls()
-    chosen = tuple(scenario(name) for name in ("prune", "recover"))
-    done = kill.run(OURS[2:], points=6, seed=SEED, seconds=SECONDS, scenarios=chosen)
+    done = kills(OURS[2], "prune", "recover")
     assert done.failures == [] and done.points == 6
 
 
 def test_no_kill_of_a_sample_loses_a_checkpoint_that_is_written_in_the_background(
-    sweep: kill.Sweep,
+    sweep: calls.Sweep,
 ) -> None:
     subject, chosen = OURS_ASYNC[1], scenario("save")
     for mode, at in (("rank1", 9), ("rank0", 25), ("both", 60)):
-        _, wrong, call = kill.judge(sweep, kill.Point(subject, chosen, mode, at))
+        _, wrong, call = calls.judge_kill(sweep, calls.Point(subject, chosen, mode, at))
         assert wrong == [], call
 
 
 def test_no_kill_of_a_sample_loses_or_changes_a_file_that_checkpoints_share() -> None:
     needs_calls()
-    chosen = tuple(scenario(name) for name in ("save", "prune", "back"))
-    subject = OURS_INCREMENTAL[0]
-    done = kill.run((subject,), points=6, seed=SEED, seconds=SECONDS, scenarios=chosen)
+    done = kills(OURS_INCREMENTAL[0], "save", "prune", "back")
     assert done.failures == [] and done.points == 6
 
 
 @pytest.mark.parametrize("name", [pytest.param("save", marks=pytest.mark.further), "back"])
 def test_a_kill_at_the_last_calls_of_a_save_leaves_both_pointers_right_after_the_next_start(
-    sweep: kill.Sweep, name: str
+    sweep: calls.Sweep, name: str
 ) -> None:
-    for at in random.Random(SEED).sample(last_calls(sweep, name, Ours())[:14], 5):
-        _, wrong, call = kill.judge(sweep, kill.Point(Ours(), scenario(name), "rank0", at))
+    for at in random.Random(SEED).sample(last_calls(sweep, name, OURS[0])[:14], 5):
+        _, wrong, call = calls.judge_kill(sweep, calls.Point(OURS[0], scenario(name), "rank0", at))
         assert wrong == [], call
+
+
+def test_a_sweep_sees_a_checkpoint_that_got_its_name_before_it_was_whole(
+    sweep: calls.Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The campaign can fail: a publish that renames first and writes the manifest later is found out."""
+    sweep.lay_out(OURS[0], scenario("save"))
+
+    def reserve_final(root: Path, name: str) -> Path:
+        (root / name).mkdir(parents=True)
+        (root / name / ".parts").mkdir()
+        return root / name
+
+    monkeypatch.setattr(commit, "reserve", reserve_final)
+    monkeypatch.setattr(commit, "publish", lambda staging, name: staging)
+    # Both ranks: one that survives for some milliseconds may notice the other's death and remove what it wrote.
+    _, wrong, _ = calls.judge_kill(sweep, calls.Point(OURS[0], scenario("save"), "both", 45))
+    assert any("has its name but no manifest" in text for text in wrong)
 
 
 @pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
@@ -110,7 +129,8 @@ def test_a_power_cut_loses_no_file_that_checkpoints_share(file_system: str) -> N
 
 def test_no_failing_call_of_a_sample_does_more_than_fail_the_save() -> None:
     needs_calls()
-    done = faults.run(OURS, points=6, seed=SEED, seconds=SECONDS)
+    limits: Any = {"points": 6, "seed": SEED, "seconds": SECONDS}
+    done = calls.run("faults", OURS, calls.judge_fault, calls.FAULTS, **limits)
     assert done.failures == [] and done.points == 6
 
 
@@ -122,14 +142,10 @@ def test_every_flipped_bit_of_a_sample_is_found_and_named() -> None:
 @pytest.mark.further
 def test_plain_ways_of_saving_are_measured_by_the_same_sweeps() -> None:
     needs_calls()
-    swept = kill.run_baseline(BASELINES[0], points=4, seed=1, seconds=10)
-    assert swept.points and set(swept.outcomes) <= {
-        "old",
-        "new",
-        "no start",
-        "a mixture, unnoticed",
-        "ranks differ",
-    }
+    limits: Any = {"points": 4, "seed": 1, "seconds": 10}
+    swept = calls.run("sample", BASELINES[:1], calls.judge_baseline, calls.BASELINE, **limits)
+    outcomes = {"old", "new", "no start", "a mixture, unnoticed", "ranks differ"}
+    assert swept.points and set(swept.outcomes) <= outcomes
     flipped = flips.run_baseline(BASELINES[1], points=8, seed=1, seconds=10)
     assert flipped.outcomes["wrong values, unnoticed"] > 5
 
@@ -137,11 +153,7 @@ def test_plain_ways_of_saving_are_measured_by_the_same_sweeps() -> None:
 def test_a_killed_trainer_ends_where_an_undisturbed_one_ends(
     commands: CommandServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endurance, "subprocess", Starting(commands))
-    monkeypatch.setattr(endurance, "LONGEST_SECONDS", 4.0)
-    long = endurance.command
-    monkeypatch.setattr(
-        endurance, "command", lambda *run: [*long(*run), "--validation_dataset.max_samples=16"]
-    )
-    done = endurance.run(points=1, seed=SEED, seconds=SECONDS, steps=8)
+    monkeypatch.setattr(signals, "STEPS", 12)
+    limits: Any = {"points_wanted": 1, "seed": SEED, "seconds": SECONDS}
+    done = signals.run(commands, signals.KILL, **limits)
     assert done.failures == [] and done.outcomes["finished as if undisturbed"]

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.gpu import DEVICE, needs_gpu
 from tests.support.servers.command_server import CommandServer
-from tools.bench.rounds import ROOT
 from tools.gpu import plain
+from tools.support import ROOT
 
 RECIPE = ROOT / "examples" / "vlm_finetune" / "tiny_digits.yaml"
 CASES: dict[str, list[str]] = {

@@ -14,6 +14,7 @@ from tests.support.gpu import DEVICE, HAS_GPU, needs_gpu, only_gpu
 from tests.support.servers.command_server import CommandServer
 from tools.gpu import ours, plain
 from tools.gpu.shapes import LLAMA_1B, Work, write_base
+from tools.support import log_lines
 
 
 @only_gpu
@@ -83,7 +84,7 @@ def test_the_forecast_of_the_memory_is_within_a_tenth_of_the_peak(
     path.write_text(json.dumps(ours.merged(recipe, FORECASTS[name])))
     done = commands.run("ckpt-train", str(path), timeout=170)
     assert done.returncode == 0, done.stderr
-    peak = max(line["mem"] for line in ours.log_lines(directory) if "mem" in line)
+    peak = max(line["mem"] for line in log_lines(directory / "training.jsonl") if "mem" in line)
     forecast = ours.forecast_bytes(directory)
     assert forecast > 0
     if HAS_GPU:

@@ -14,8 +14,8 @@ import yaml
 from tests.gpu.test_images import losses
 from tests.support.gpu import DEVICE, needs_gpu
 from tests.support.servers.command_server import CommandServer
-from tools.bench.rounds import ROOT
 from tools.gpu import plain
+from tools.support import ROOT
 
 EXAMPLES = ROOT / "examples"
 CASES: dict[str, Path] = {

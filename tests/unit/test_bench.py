@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.servers.command_server import CommandServer
 from tools.bench.loss_kernels import compare
-from tools.bench.rounds import ROOT
+from tools.support import ROOT
 
 
 @pytest.mark.slow

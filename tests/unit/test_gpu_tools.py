@@ -15,15 +15,9 @@ import pytest
 import torch
 
 from tests.support.servers.command_server import CommandServer
-from tools.bench.rounds import ROOT
 from tools.gpu import plain
-from tools.gpu.results import RUNNING, read_all
-
-H200 = {
-    "date": "2026-01-02", "commit": "", "gpu": "NVIDIA H200, 580.1, 143771 MiB", "python": "3.12.3", "torch": "2.11.0",
-    "transformers": "5.17.0", "peft": "0.20.0", "kernel": "Linux 6",
-}  # fmt: skip
-
+from tools.gpu.session import RUNNING, read_all
+from tools.support import ROOT
 
 WARM = """
 import sys
@@ -46,7 +40,7 @@ def run(part):
     part.measure("held", figures)
 
 sys.modules["tools.gpu.parts.held"] = types.SimpleNamespace(run=run, __doc__="A part that does not end.")
-gpu.PARTS["held"] = gpu.Part("held", 60)
+gpu.PARTS["held"] = 60
 sys.exit(gpu.main())
 """
 """A script that measures like ``python -m tools.gpu``, with a part that is still running when the test stops it."""

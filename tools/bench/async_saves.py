@@ -12,15 +12,13 @@ Figures are medians over the rounds, of the slowest rank.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +34,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
-from tools.bench.checkpoint import model_of, on_forked_ranks
-from tools.bench.report import write_block
-from tools.bench.rounds import machine, parse_size
+from tests.support import ranks
+from tools.bench.checkpoint import model_of
+from tools.bench.harness import LIMIT_SECONDS, marked, options_of, parse_size
+from tools.support import machine, table, write_block
 
 NUM_ALONE = 10
 BYTES_PER_WEIGHT = 2 + 2 + 2
@@ -53,7 +52,7 @@ class Row:
     """A way of saving: *start* returns when training may go on."""
 
     name: str
-    start: Callable[[Path], Pending]
+    start: Callable[[Path], Any]
     ours: bool = False
     stalls: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
@@ -159,23 +158,21 @@ class Bench:
         return directory / f"torch-{self.number}"
 
     def rows(self) -> list[Row]:
+        def torchs(name: str, kind: AsyncCheckpointerType, *, cached: bool) -> Row:
+            return Row(
+                f"torch DCP async_save, {name}",
+                lambda d: self.torch_async(d, kind, cached=cached),
+            )
+
         thread, process = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
         return [
             Row("copy into warm memory", self.copy),
             Row("ours, synchronous", lambda d: self.ours(d, is_async=False), ours=True),
             Row("ours, asynchronous", lambda d: self.ours(d, is_async=True), ours=True),
             Row("torch DCP save", self.torch_sync),
-            Row(
-                "torch DCP async_save, thread", lambda d: self.torch_async(d, thread, cached=False)
-            ),
-            Row(
-                "torch DCP async_save, thread, cached stager",
-                lambda d: self.torch_async(d, thread, cached=True),
-            ),
-            Row(
-                "torch DCP async_save, process, cached stager",
-                lambda d: self.torch_async(d, process, cached=True),
-            ),
+            torchs("thread", thread, cached=False),
+            torchs("thread, cached stager", thread, cached=True),
+            torchs("process, cached stager", process, cached=True),
         ]
 
     # ---------------------------------------------------------------- rounds
@@ -235,79 +232,48 @@ class Bench:
         return bool(tensor)
 
 
-def measure(arguments: argparse.Namespace, root: Path) -> Any:
-    """The rounds of one rank; returns (bytes of its state, fields of the rows)."""
-    bench = Bench(arguments.size)
-    rows = bench.measure(root, arguments.runs)
-    return (
-        bench.nbytes,
-        [(r.name, r.ours, r.stalls, r.steps, r.lost, r.failure) for r in rows],
-    )
+def measure(size: int, num_rounds: int, root: Path) -> tuple[int, list[Row]]:
+    """The rounds of one rank; returns the bytes of its state, and the rows without their functions."""
+    bench = Bench(size)
+    rows = bench.measure(root, num_rounds)
+    return bench.nbytes, [replace(row, start=os.fspath) for row in rows]
 
 
-def on_ranks(num_ranks: int, arguments: argparse.Namespace, root: Path) -> tuple[int, list[Row]]:
-    nbytes, rows = on_forked_ranks(num_ranks, measure, arguments, root)
-    return nbytes, [
-        Row(name, lambda _: lambda: True, ours, stalls, steps, lost, failure)
-        for name, ours, stalls, steps, lost, failure in rows
-    ]
-
-
-def as_markdown(results: list[tuple[int, int, list[Row]]], num_rounds: int) -> str:
-    here = machine()
-    place = f"{here['cores']} cores ({here['processor']}), {here['kernel']}, {here['date']}"
-    parts = [f"{place}; medians of {num_rounds} rounds."]
-    for num_ranks, nbytes, rows in results:
-        where = (
-            "1 rank, an idle core"
-            if num_ranks == 1
-            else f"{num_ranks} ranks on {os.cpu_count()} cores"
-        )
-        parts.append(f"\n### Asynchronous saves: {where}, {nbytes / 1e6:.0f} MB per rank\n")
-        parts.append(
-            "| | stall (in copies) | step time while saving | time lost (in steps) |\n|---|---:|---:|---:|"
-        )
-        copies = rows[0].stalls
-        parts += [_line(row, copies) for row in rows]
-    return "\n".join(parts)
-
-
-def _line(row: Row, copies: list[float]) -> str:
-    name = f"**{row.name}**" if row.ours else row.name
-    if row.failure:
-        return f"| {name} | does not work here: {row.failure} | | |"
-    in_copies = [stall / copy for stall, copy in zip(row.stalls, copies, strict=True)]
-    stall = statistics.median(in_copies)
-    step = statistics.median(row.steps)
-    lost = statistics.median(row.lost)
-    return f"| {name} | {stall:.2f} | {step:.2f} | {lost:.1f} |"
+def as_markdown(num_ranks: int, nbytes: int, rows: list[Row]) -> str:
+    """A section of the generated part of docs/performance.md."""
+    where = f"{num_ranks} ranks on {os.cpu_count()} cores"
+    if num_ranks == 1:
+        where = "1 rank, an idle core"
+    cells = []
+    for row in rows:
+        values: tuple[str, str, str] = (f"does not work here: {row.failure}", "", "")
+        if not row.failure:
+            pairs = zip(row.stalls, rows[0].stalls, strict=True)
+            stall = statistics.median(stall / copy for stall, copy in pairs)
+            step, lost = statistics.median(row.steps), statistics.median(row.lost)
+            values = (f"{stall:.2f}", f"{step:.2f}", f"{lost:.1f}")
+        cells.append((marked(row.name, row.ours), *values))
+    header = ("", "stall (in copies)", "step time while saving", "time lost (in steps)")
+    title = f"### Asynchronous saves: {where}, {nbytes / 1e6:.0f} MB per rank"
+    return f"{title}\n\n{table(header, cells, numbers=True)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--size",
-        type=parse_size,
-        default="512M",
-        help="bytes of a rank's state: 64M, 512M (default)",
-    )
-    parser.add_argument("--runs", type=int, default=5)
+    parser = options_of(__doc__, 5)
+    parser.add_argument("--size", type=parse_size, default="512M", help="of a rank's state (512M)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--directory", help="where to write (default: a temporary directory)")
-    parser.add_argument("--docs", action="store_true", help="write docs/performance.md")
-    arguments = parser.parse_args()
-    results = []
-    for num_ranks in arguments.ranks:
-        with tempfile.TemporaryDirectory(prefix="bench-async-", dir=arguments.directory) as root:
-            results.append((num_ranks, *on_ranks(num_ranks, arguments, Path(root))))
-    block = as_markdown(results, arguments.runs)
+    given = parser.parse_args()
+    parts = [f"{machine()}; medians of {given.runs} rounds."]
+    for num_ranks in given.ranks:
+        with tempfile.TemporaryDirectory(prefix="bench-async-", dir=given.directory) as root:
+            arguments = (given.size, given.runs, Path(root))
+            values = ranks.run(measure, num_ranks, *arguments, timeout=LIMIT_SECONDS)
+            parts.append(as_markdown(num_ranks, *values[0]))
+    block = "\n\n".join(parts)
     print(block)
-    if arguments.docs:
+    if given.docs:
         write_block("bench-async", block)
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main()
+    main()

@@ -10,15 +10,12 @@ of the group, which moves the same number of bytes with system calls; seconds ar
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import os
 import shutil
-import socket
+import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -43,19 +40,21 @@ from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, Manifest, discover
 from automodel_ckpt.checkpoint.parts.verify import verify
+from tests.support import ranks
 from tools.bench import consolidate
-from tools.bench.report import as_text, write_page
-from tools.bench.rounds import (
-    Group,
+from tools.bench.harness import (
+    LIMIT_SECONDS,
     Row,
-    as_json,
     cold,
     data_files,
     fsync_all,
     llama_shapes,
+    marked,
+    measure_group,
+    options_of,
     parse_size,
-    rounds,
 )
+from tools.support import machine, table, write_block
 
 
 def model_of(nbytes: int) -> nn.Module:
@@ -101,24 +100,16 @@ class Bench:
 
     def ours(self, directory: Path, **options: Any) -> None:
         saver = self.checkpointer(directory, **options)
-        saver.save(
-            discover(SimpleNamespace(model=self.model)),
-            step=1,
-            epoch=0,
-            config_yaml="",
-            losses={},
-            progress={},
-        )
+        state = discover(SimpleNamespace(model=self.model))
+        saver.save(state, step=1, epoch=0, config_yaml="", losses={}, progress={})
         saver.close()
 
     def checkpointer(self, directory: Path, **options: Any) -> Checkpointer:
         return Checkpointer(directory, self, dist.group.WORLD, CheckpointOptions(**options))
 
     def dcp(self, directory: Path) -> None:
-        save(
-            self.model.state_dict(),
-            storage_writer=FileSystemWriter(directory / "dcp", sync_files=False),
-        )
+        writer = FileSystemWriter(directory / "dcp", sync_files=False)
+        save(self.model.state_dict(), storage_writer=writer)
 
     def dcp_hf(self, directory: Path, *, consolidated: bool = False) -> None:
         writer = HuggingFaceStorageWriter(
@@ -144,20 +135,18 @@ class Bench:
         return both
 
     def saving_rows(self) -> Iterator[Row]:
+        def ours(name: str, **options: Any) -> Row:
+            return Row(f"ours: {name}", lambda d: self.ours(d, **options), ours=True)
+
+        hf, consolidated = self.dcp_hf, partial(self.dcp_hf, consolidated=True)
         yield Row("raw write + fsync", self.then_fsync(self.raw_write))
-        yield Row("ours: shards", self.ours, ours=True)
-        yield Row("ours: hf layout", lambda d: self.ours(d, model_layout="hf"), ours=True)
-        yield Row(
-            "ours: torch_save", lambda d: self.ours(d, model_save_format="torch_save"), ours=True
-        )
+        yield ours("shards")
+        yield ours("hf layout", model_layout="hf")
+        yield ours("torch_save", model_save_format="torch_save")
         yield Row("safetensors save_file, one per rank", self.then_fsync(self.save_file))
         yield Row("torch DCP FileSystemWriter", self.then_fsync(self.dcp))
-        yield Row("torch DCP HuggingFaceStorageWriter", self.then_fsync(self.dcp_hf), slow=True)
-        yield Row(
-            "the same with its consolidation",
-            self.then_fsync(lambda d: self.dcp_hf(d, consolidated=True)),
-            slow=True,
-        )
+        yield Row("torch DCP HuggingFaceStorageWriter", self.then_fsync(hf), slow=True)
+        yield Row("the same with its consolidation", self.then_fsync(consolidated), slow=True)
 
     # ---------------------------------------------------------------- loading
 
@@ -202,9 +191,6 @@ class Bench:
             while view and (count := os.preadv(descriptor, [view], offset)):
                 view, offset = view[count:], offset + count
 
-    def torch_load(self, reader: Any) -> None:
-        load(self.model.state_dict(), storage_reader=reader)
-
     def safetensors(self, root: Path) -> None:
         with safe_open(root / f"torch/{self.rank}.safetensors", "pt") as file:
             for name, target in self.local.items():
@@ -215,25 +201,23 @@ class Bench:
         assert verify(path, Manifest.read(path), rank=self.rank, num_ranks=self.size) == []
 
     def loading_rows(self, root: Path) -> Iterator[Row]:
+        def ours(name: str, directory: str, verify: str) -> Row:
+            return Row(f"ours: {name}", lambda _: self.load(root / directory, verify), ours=True)
+
+        def torchs(name: str, reader: Callable[[], Any]) -> Row:
+            state = self.model.state_dict
+            return Row(f"torch DCP {name}", lambda _: load(state(), storage_reader=reader()))
+
         yield Row("raw read into fresh memory", lambda _: self.raw_read(root))
         yield Row("raw read into the parameters", lambda _: self.raw_read_into_place(root))
-        yield Row("ours: verify none", lambda _: self.load(root / "ours", "none"), ours=True)
-        yield Row("ours: verify digest", lambda _: self.load(root / "ours", "digest"), ours=True)
-        yield Row(
-            "ours: hf layout, verify digest",
-            lambda _: self.load(root / "layout", "digest"),
-            ours=True,
-        )
+        yield ours("verify none", "ours", "none")
+        yield ours("verify digest", "ours", "digest")
+        yield ours("hf layout, verify digest", "layout", "digest")
         yield Row("ours: verification only", lambda _: self.check(root), ours=True)
         yield Row("safetensors safe_open, copy_", lambda _: self.safetensors(root))
-        yield Row(
-            "torch DCP HuggingFaceStorageReader",
-            lambda _: self.torch_load(HuggingFaceStorageReader(str(root / "torch/hf"))),
-        )
-        yield Row(
-            "torch DCP FileSystemReader",
-            lambda _: self.torch_load(FileSystemReader(root / "torch/dcp")),
-        )
+        hf = str(root / "torch/hf")
+        yield torchs("HuggingFaceStorageReader", lambda: HuggingFaceStorageReader(hf))
+        yield torchs("FileSystemReader", lambda: FileSystemReader(root / "torch/dcp"))
 
     # ---------------------------------------------------------------- rounds
 
@@ -249,109 +233,70 @@ class Bench:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds)
 
-    def measure(self, root: Path, num_rounds: int) -> list[Group]:
-        nbytes = self.nbytes * self.size
-        saving = Group("saving, compared with a write and fsync", nbytes, list(self.saving_rows()))
-        self.rounds(saving, num_rounds, root, os.sync)
-        kept = root / "kept"
+    def measure(self, root: Path, num_rounds: int) -> list[dict[str, Any]]:
+        kept, nbytes = root / "kept", self.nbytes * self.size
+
+        def group(title: str, rows: Iterator[Row], prepare: Callable[[], None]) -> dict[str, Any]:
+            prepared = prepare if self.rank == 0 else lambda: None
+            out = root / "out"
+            return measure_group(title, nbytes, rows, num_rounds, out, prepared, self.timed)
+
+        saving = group("saving, compared with a write and fsync", self.saving_rows(), os.sync)
         self.keep(kept)
-        loading = Group("loading, cold", nbytes, list(self.loading_rows(kept)))
-        self.rounds(loading, num_rounds, kept, partial(cold, data_files(kept)))
-        return [saving, loading]
-
-    def rounds(
-        self, group: Group, num_rounds: int, root: Path, prepare: Callable[[], object]
-    ) -> None:
-        rounds(
-            group,
-            num_rounds,
-            root / "out",
-            lambda: prepare() if self.rank == 0 else None,
-            self.timed,
-        )
+        evict = partial(cold, data_files(kept))
+        return [saving, group("loading, cold", self.loading_rows(kept), evict)]
 
 
-Task = Callable[[argparse.Namespace, Path], Any]
-"""What a rank does; its result can be pickled."""
+def _measure(size: int, root: Path, num_rounds: int) -> list[dict[str, Any]]:
+    return Bench(size).measure(root, num_rounds)
 
 
-def on_forked_ranks(num_ranks: int, task: Task, arguments: argparse.Namespace, root: Path) -> Any:
-    """Run *task* on forked gloo ranks with one thread each; the result of rank 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-
-    def run(rank: int) -> None:
-        torch.set_num_threads(1)
-        warnings.simplefilter("ignore")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks))
-        dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-        result = task(arguments, root)
-        if rank == 0:
-            queue.put(result)
-        os._exit(0)  # torch's writer process would be waited for
-
-    ranks = [context.Process(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit("a rank failed")
-    return queue.get()
+def as_text(results: dict[str, Any]) -> str:
+    """Format the results for a terminal."""
+    lines = [results["headline"]]
+    for group in results["groups"]:
+        lines += ["", f"{group['title']:46}{'ratio':>8}{'seconds':>9}{'GB/s':>7}"]
+        for row in group["rows"]:
+            seconds = statistics.median(row["seconds"])
+            speed = group["nbytes"] / 1e9 / seconds
+            lines.append(f"  {row['name']:44}{row['ratio']:8.2f}{seconds:9.2f}{speed:7.2f}")
+    return "\n".join(lines)
 
 
-def _measure(arguments: argparse.Namespace, root: Path) -> Any:
-    """What a rank measures, without the functions of the rows."""
-    groups = Bench(arguments.size).measure(root, arguments.runs)
-    return [
-        (group.title, group.nbytes, [(r.name, r.ours, r.seconds) for r in group.rows])
-        for group in groups
-    ]
-
-
-def by_ranks(arguments: argparse.Namespace, root: Path) -> list[Group]:
-    """What real ranks measure."""
-    groups = on_forked_ranks(arguments.ranks, _measure, arguments, root)
-    return [
-        Group(
-            title,
-            nbytes,
-            [Row(name, print, is_ours, seconds=seconds) for name, is_ours, seconds in rows],
-        )
-        for title, nbytes, rows in groups
-    ]
+def as_markdown(results: dict[str, Any]) -> str:
+    """The generated part of docs/performance.md."""
+    head = f"{results['headline']}. Medians; ratios are relative to the first row of each table."
+    parts = [head]
+    for group in results["groups"]:
+        rows = []
+        for row in group["rows"]:
+            seconds = f"{statistics.median(row['seconds']):.2f}"
+            rows.append((marked(row["name"], row["ours"]), f"{row['ratio']:.2f}", seconds))
+        parts += [f"### {group['title'].capitalize()}", table(("", "ratio", "seconds"), rows)]
+    return "\n\n".join(parts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--size", type=parse_size, default="1G", help="bytes of weights: 64M, 1G (default)"
-    )
+    parser = options_of(__doc__, 3)
+    parser.add_argument("--size", type=parse_size, default="1G", help="bytes of weights (1G)")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--directory", help="where to write (default: a temporary directory)")
-    parser.add_argument("--docs", action="store_true", help="write docs/performance.md")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write all times to this file"
-    )
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=arguments.directory) as root:
-        (Path(root) / "ranks").mkdir()
-        groups = by_ranks(arguments, Path(root) / "ranks")
-        shutil.rmtree(Path(root) / "ranks")
-        groups.append(consolidate.measure(Path(root), arguments.size, arguments.runs))
-    results = as_json(groups, arguments.size)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times to a file")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given.directory) as name:
+        root = Path(name)
+        (root / "ranks").mkdir()
+        groups = ranks.run(
+            _measure, given.ranks, given.size, root / "ranks", given.runs, timeout=LIMIT_SECONDS
+        )[0]
+        shutil.rmtree(root / "ranks")
+        groups.append(consolidate.measure(root, given.size, given.runs))
+    headline = f"{given.size / 1e9:g} GB of weights, {machine()}"
+    results = {"size": given.size, "headline": headline, "groups": groups}
     print(as_text(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    if arguments.docs:
-        write_page(results)
+    if given.json:
+        given.json.write_text(json.dumps(results, indent=2) + "\n")
+    if given.docs:
+        write_block("bench", as_markdown(results))
 
 
 if __name__ == "__main__":

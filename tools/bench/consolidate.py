@@ -11,50 +11,34 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from tools.bench.rounds import (
-    ROOT,
-    Group,
+from tools.bench.harness import (
     Row,
     data_files,
     fsync_all,
     in_this_process,
-    rounds,
+    measure_group,
     warm,
 )
 from tools.bench.sources import write_source
-
-
-def sources(root: Path, size: int) -> dict[str, Path]:
-    """The checkpoints to consolidate, all of about *size* bytes."""
-    return {
-        "2 shards": write_source(root / "one", size),
-        "4 files": write_source(root / "four", size, num_files=4),
-        "8 shards": write_source(root / "eight", size, num_shards=8),
-        "dim 1": write_source(root / "dim1", size, num_shards=8, dim=1),
-        "F32": write_source(root / "f32", size, dtype="F32"),
-    }
+from tools.support import ROOT
 
 
 def copied(source: Path) -> Callable[[Path], None]:
     """``cp`` of a checkpoint's shards, clones of whole files excluded."""
 
     def run(directory: Path) -> None:
-        subprocess.run(
-            ["cp", "--reflink=never", *map(str, data_files(source)), str(directory)], check=True
-        )
+        command = ["cp", "--reflink=never", *map(str, data_files(source)), str(directory)]
+        subprocess.run(command, check=True)
         fsync_all(directory)
 
     return run
-
-
-def ours(source: Path, cast: str | None = None) -> Callable[[Path], object]:
-    return lambda directory: consolidate(
-        source, directory / "out", cast_dtype=cast, log=lambda _: None
-    )
 
 
 def our_process(source: Path) -> Callable[[Path], object]:
@@ -69,9 +53,8 @@ def torchs(source: Path) -> Callable[[Path], None]:
         consolidate_safetensors_files,
     )
 
-    numbers = json.loads(
-        (source / "model/.hf_metadata/fqn_to_file_index_mapping.json").read_bytes()
-    )
+    index = source / "model/.hf_metadata/fqn_to_file_index_mapping.json"
+    numbers = json.loads(index.read_bytes())
 
     def run(directory: Path) -> None:
         consolidate_safetensors_files(str(source / "model"), str(directory), numbers, num_threads=5)
@@ -80,47 +63,48 @@ def torchs(source: Path) -> Callable[[Path], None]:
     return run
 
 
-def rows(found: dict[str, Path]) -> Iterator[Row]:
-    """Yield the rows: ours are durable and verified, the files of the others are fsynced afterwards."""
-    one, four, dim1 = found["2 shards"], found["4 files"], found["dim 1"]
-    yield Row("cp + fsync", copied(one))
-    yield _row("ours: 2 shards, 1 file", ours(one), one, ours=True)
-    yield _row("ours: 2 shards, 4 files", ours(four), four, ours=True)
-    yield _row("ours: 8 shards, 1 file", ours(found["8 shards"]), found["8 shards"], ours=True)
-    yield _row("ours: 8 shards sharded along dim 1, 1 file", ours(dim1), dim1, ours=True)
-    yield _row(
-        "ours: F32 cast to BF16, per byte read", ours(found["F32"], "bf16"), found["F32"], ours=True
-    )
-    yield _row("ours: 2 shards, 1 file, whole process", our_process(one), one, ours=True)
-    yield _row("torch: 2 shards, 1 file", torchs(one), one, slow=True)
-    yield _row("torch: 2 shards, 4 files", torchs(four), four, slow=True)
-    yield _row("torch: 8 shards sharded along dim 1, 1 file", torchs(dim1), dim1, slow=True)
+def measure(root: Path, size: int, num_rounds: int) -> dict[str, Any]:
+    """Measure all rows: ours are durable and verified, the files of the others are fsynced afterwards."""
+    place = root / "sources"
+    one = write_source(place / "one", size)
+    four = write_source(place / "four", size, num_files=4)
+    eight = write_source(place / "eight", size, num_shards=8)
+    dim1 = write_source(place / "dim1", size, num_shards=8, dim=1)
+    f32 = write_source(place / "f32", size, dtype=torch.float32)
+    dim1_name = "8 shards sharded along dim 1, 1 file"
 
+    def ours(
+        name: str,
+        source: Path,
+        run: Callable[[Path], object] | None = None,
+        cast: str | None = None,
+    ) -> Row:
+        def consolidated(directory: Path) -> None:
+            consolidate(source, directory / "out", cast_dtype=cast, log=lambda _: None)
 
-def _row(
-    name: str,
-    run: Callable[[Path], object],
-    source: Path,
-    *,
-    ours: bool = False,
-    slow: bool = False,
-) -> Row:
-    return Row(
-        name,
-        run,
-        ours=ours,
-        slow=slow,
-        nbytes=sum(path.stat().st_size for path in data_files(source)),
-    )
+        return Row(f"ours: {name}", run or consolidated, ours=True, nbytes=_nbytes(source))
 
+    def peer(name: str, source: Path) -> Row:
+        return Row(f"torch: {name}", torchs(source), slow=True, nbytes=_nbytes(source))
 
-def measure(root: Path, size: int, num_rounds: int) -> Group:
-    """Measure all rows."""
-    found = sources(root / "sources", size)
-    inputs = [path for source in found.values() for path in data_files(source)]
-    nbytes = sum(path.stat().st_size for path in data_files(found["2 shards"]))
-    group = Group("consolidating, compared with cp and fsync", nbytes, list(rows(found)))
-    warm(inputs)
-    rounds(group, num_rounds, root / "out", os.sync, in_this_process)
-    shutil.rmtree(root / "sources")
+    rows = [
+        Row("cp + fsync", copied(one)),
+        ours("2 shards, 1 file", one),
+        ours("2 shards, 4 files", four),
+        ours("8 shards, 1 file", eight),
+        ours(dim1_name, dim1),
+        ours("F32 cast to BF16, per byte read", f32, cast="bf16"),
+        ours("2 shards, 1 file, whole process", one, our_process(one)),
+        peer("2 shards, 1 file", one),
+        peer("2 shards, 4 files", four),
+        peer(dim1_name, dim1),
+    ]
+    warm(data_files(place))
+    title, out = "consolidating, compared with cp and fsync", root / "out"
+    group = measure_group(title, _nbytes(one), rows, num_rounds, out, os.sync, in_this_process)
+    shutil.rmtree(place)
     return group
+
+
+def _nbytes(source: Path) -> int:
+    return sum(path.stat().st_size for path in data_files(source))

@@ -1,6 +1,6 @@
 """Compare the training loop with a bare loop, Hugging Face's Trainer and accelerate.
 
-    python -m tools.bench.loop [--sizes tiny 5M 50M] [--rounds N] [--docs]
+    python -m tools.bench.loop [--sizes tiny 5M 50M] [--runs N] [--docs]
 
 The bare loop and one other program alternate every few steps in one process, on one thread (:mod:`.loop_ways`),
 so that changes in the machine's speed affect both equally. (With all programs in one process, some were slowed down by
@@ -11,23 +11,21 @@ is printed if Ctrl-C ends the benchmark early.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tools.bench.loop_ways import SIZES, WAYS, Size, train_here
-from tools.bench.report import write_block
-from tools.bench.rounds import ROOT, machine
+from tools.bench.harness import marked, options_of
+from tools.bench.loop_ways import PLAN, SIZES, Plan
+from tools.support import ROOT, environment, machine, table, train_words, write_block
 
 LONGEST_SECONDS = 600
 """After which a process counts as failed."""
@@ -51,34 +49,21 @@ Found = list[dict[str, Any]]
 """For each process, the steps of each way in it."""
 
 
-def measure(ways: list[str], size: str, *options: str) -> dict[str, Any]:
-    """The steps of all *ways*, taking turns in fresh processes; ``first_step`` in seconds from their start.
+def measure(ways: list[str], size: str, *, short: bool = False) -> dict[str, Any]:
+    """The steps of all *ways*, taking turns in fresh processes: those of ``ckpt-train``, if one is the recipe."""
+    with tempfile.TemporaryDirectory(prefix="bench-loop-") as name:
+        directory = Path(name)
+        plan = Plan(ways, size, str(directory / "figures"), short)
+        command = [sys.executable, "-m", "tools.bench.loop_ways"]
+        if plan.last.run is None:
+            from tools.bench.launched_ways import recipe_of
 
-    Ways of several ranks are a bare loop and ours, in the ranks that ``ckpt-train`` starts.
-    """
-    with tempfile.TemporaryDirectory(prefix="bench-loop-") as directory:
-        output = Path(directory) / "figures"
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "BENCH_LOOP_DIRECTORY": directory,
-        }
-        if WAYS[ways[0]][0] > 1:
-            command, more = _launched(ways, size, Path(directory), output)
-            environment |= more
-        else:
-            command = [
-                "tools.bench.loop",
-                "--sizes",
-                size,
-                *options,
-                "--one",
-                str(output),
-                *ways,
-            ]
-        started = time.time()
-        process = subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, env=environment)
+            recipe = directory / "recipe.yaml"
+            recipe.write_text(json.dumps(recipe_of(plan)))
+            place = f"--checkpoint.checkpoint_dir={directory / 'run'}"
+            command = train_words(f"--nproc-per-node={plan.ranks}", "--trust=tools", place, recipe)
+        variables = {PLAN: json.dumps(asdict(plan)), "TOKENIZERS_PARALLELISM": "false"}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(**variables))
         try:
             code = process.wait(LONGEST_SECONDS)
         except subprocess.TimeoutExpired as error:
@@ -87,31 +72,8 @@ def measure(ways: list[str], size: str, *options: str) -> dict[str, Any]:
             process.kill()
         if code:
             raise RuntimeError(f"a process ended with {code}, see above")
-        figures: dict[str, Any] = json.loads(output.read_text())
-        return {
-            name: {**way, "first_step": way["first_step"] - started}
-            for name, way in figures.items()
-        }
-
-
-def _launched(
-    ways: list[str], size: str, directory: Path, output: Path
-) -> tuple[list[str], dict[str, str]]:
-    """The words of ``ckpt-train`` that trains *ways* in turns, and variables of its environment."""
-    from tools.bench.launched_ways import PLAN, Plan
-
-    bare, ours = ways
-    plan = Plan(ours, bare, size, WAYS[bare][0], str(output))
-    recipe = directory / "recipe.yaml"
-    recipe.write_text(json.dumps(plan.recipe()))
-    words = [
-        "automodel_ckpt.cli.train",
-        f"--nproc-per-node={plan.num_ranks}",
-        "--trust=tools",
-        f"--checkpoint.checkpoint_dir={directory / 'run'}",
-        str(recipe),
-    ]
-    return words, {PLAN: json.dumps(asdict(plan))}
+        figures: dict[str, Any] = json.loads(Path(plan.output).read_text())
+        return figures
 
 
 def compared(found: Found) -> list[dict[str, Any]]:
@@ -156,76 +118,39 @@ def _tokens_per_second(way: dict[str, Any]) -> float:
 
 def as_markdown(results: Mapping[str, Any]) -> str:
     """The generated part of docs/performance.md."""
-    where = results["machine"]
     head = (
-        f"{where['cores']} cores ({where['processor']}), {where['kernel']}, {where['date']}; one thread per process. "
+        f"{machine()}; one thread per process. "
         "Added: milliseconds per step more than the first row, in wall time and in processor time. "
         "Speed: tokens per second without padding, relative to the first row."
     )
     parts = [head]
-    for title, table in results["tables"].items():
-        parts += [
-            "",
-            f"### {title}",
-            "",
-            *(_of_samples(table) if "answers" in title else _of_steps(table)),
-        ]
-    return "\n".join([*parts, "", *(f"* {name}: {text}" for name, text in results["also"].items())])
+    for title, rows in results["tables"].items():
+        is_of_samples = "answers" in title
+        header = ["", "ms per step", "added", "processor time", "speed"]
+        if is_of_samples:
+            header = ["", "tokens per second", "speed"]
+        lines = []
+        for row in rows:
+            cells = [f"{row['tokens_per_s']:,.0f}", f"{row['useful']:.2f}"]
+            if not is_of_samples:
+                added = [f"{row['added_ms']:+.2f}", f"{row['added_cpu_ms']:+.2f}"]
+                cells = [f"{row['ms']:.2f}", *added, f"{row['speed']:.3f}"]
+            lines.append((marked(row["way"], row["way"].startswith("ours")), *cells))
+        parts += [f"### {title}", table(header, lines, numbers=True)]
+    notes = [f"* {name}: {text}" for name, text in results["also"].items()]
+    return "\n\n".join([*parts, *notes])
 
 
-def _of_steps(table: list[dict[str, Any]]) -> list[str]:
-    cells = [
-        f"{row['ms']:.2f} | {row['added_ms']:+.2f} | {row['added_cpu_ms']:+.2f} | {row['speed']:.3f}"
-        for row in table
-    ]
-    return [
-        "| | ms per step | added | processor time | speed |",
-        "|---|---:|---:|---:|---:|",
-        *_lines(table, cells),
-    ]
-
-
-def _of_samples(table: list[dict[str, Any]]) -> list[str]:
-    cells = [f"{row['tokens_per_s']:,.0f} | {row['useful']:.2f}" for row in table]
-    return ["| | tokens per second | speed |", "|---|---:|---:|", *_lines(table, cells)]
-
-
-def _lines(table: list[dict[str, Any]], cells: list[str]) -> list[str]:
-    ways = [f"**{row['way']}**" if row["way"].startswith("ours") else row["way"] for row in table]
-    return [f"| {way} | {cell} |" for way, cell in zip(ways, cells, strict=True)]
-
-
-def plan(sizes: list[str], num_rounds: int | None) -> list[tuple[str, list[str], str, int]]:
+def tables_of(
+    sizes: list[str], num_rounds: int | None
+) -> Iterator[tuple[str, list[str], str, int]]:
     """(title, ways, size, rounds) of each table."""
+    one, *others = GROUPS
     middle = sizes[-2:][0]
-    tables = [("One process", size) for size in sizes] + [
-        (title, middle) for title in GROUPS if title != "One process"
-    ]
-    return [
-        (
-            f"{title}, {size}",
-            [way for way in GROUPS[title] if SIZES[size].with_peers or way not in BESIDES],
-            size,
-            num_rounds or (SIZES[size].rounds if title == "One process" else OTHER_ROUNDS),
-        )
-        for title, size in tables
-    ]
-
-
-def run_tables(tables: list[tuple[str, list[str], str, int]], results: dict[str, Any]) -> None:
-    """Those of :func:`plan`."""
-    also = results["also"]
-    missing = [] if importlib.util.find_spec("accelerate") is not None else PEERS
-    if missing:
-        also["accelerate and Trainer"] = (
-            "not measured, since accelerate is not installed (extra bench)"
-        )
-    for title, ways, size, rounds in tables:
-        try:
-            run_table(title, [way for way in ways if way not in missing], size, rounds, results)
-        except RuntimeError as error:
-            results["failed"].append(title)
-            also[title] = f"not measured to the end: {error}"
+    for title, size in [(one, size) for size in sizes] + [(title, middle) for title in others]:
+        ways = [way for way in GROUPS[title] if SIZES[size].with_peers or way not in BESIDES]
+        rounds = num_rounds or (SIZES[size].rounds if title == one else OTHER_ROUNDS)
+        yield f"{title}, {size}", ways, size, rounds
 
 
 def run_table(
@@ -235,64 +160,40 @@ def run_table(
     found: Found = []
     for turn in range(num_rounds):
         started = time.time()
-        found += [
-            measure([ways[0], way], size)
-            for way in ways[1:]
-            if way not in PEERS or turn < PEER_ROUNDS
-        ]
-        results["tables"][title] = compared(found)
-        tell(
-            f"{title}, round {turn + 1} of {num_rounds}, {time.time() - started:.0f} s",
-            results["tables"][title],
-        )
-
-
-def tell(what: str, table: list[dict[str, Any]]) -> None:
-    """What was found so far, in a line."""
-    ways = [f"{row['way']} {row['ms']:.2f} ms ({row['useful']:.3f})" for row in table]
-    print(f"{what}: {', '.join(ways)}", file=sys.stderr, flush=True)
+        for way in ways[1:]:
+            if way not in PEERS or turn < PEER_ROUNDS:
+                found.append(measure([ways[0], way], size))
+        rows = results["tables"][title] = compared(found)
+        texts = [f"{row['way']} {row['ms']:.2f} ms ({row['useful']:.3f})" for row in rows]
+        what = f"{title}, round {turn + 1} of {num_rounds}, {time.time() - started:.0f} s"
+        print(f"{what}: {', '.join(texts)}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--rounds", type=int, help="processes for each table (default: by table, 2 to 11)"
-    )
+    parser = options_of(__doc__, 0)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument(
-        "--docs", action="store_true", help="write the figures to docs/performance.md"
-    )
-    parser.add_argument("--short", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.one:
-        train_one(given.one[0], given.one[1:], SIZES[given.sizes[0]], short=given.short)
-        return 0
-    return run_and_tell(given.sizes, given.rounds, docs=given.docs)
-
-
-def train_one(output: str, ways: list[str], size: Size, *, short: bool) -> None:
-    """A process of :func:`measure`; rank 0 leaves the figures in a file."""
-    figures = train_here(ways, replace(size, block=1, blocks=1) if short else size)
-    if os.environ.get("RANK", "0") == "0":
-        Path(output).write_text(json.dumps(figures))
-
-
-def run_and_tell(sizes: list[str], num_rounds: int | None, *, docs: bool) -> int:
-    """Measure and print; what is there is printed too when Ctrl-C ends it."""
-    results: dict[str, Any] = {"machine": machine(), "tables": {}, "also": {}, "failed": []}
+    results: dict[str, Any] = {"tables": {}, "also": {}}
+    failed, missing = False, []
+    if importlib.util.find_spec("accelerate") is None:
+        missing = PEERS
+        text = "not measured, since accelerate is not installed (extra bench)"
+        results["also"]["accelerate and Trainer"] = text
     try:
-        measure(["bare"], sizes[0], "--short")  # warms file caches and prepares data
-        run_tables(plan(sizes, num_rounds), results)
+        measure(["bare"], given.sizes[0], short=True)  # warms file caches and prepares data
+        for title, ways, size, rounds in tables_of(given.sizes, given.runs):
+            try:
+                run_table(title, [w for w in ways if w not in missing], size, rounds, results)
+            except RuntimeError as error:
+                failed = True
+                results["also"][title] = f"not measured to the end: {error}"
     except KeyboardInterrupt:
         print(as_markdown(results))
         return 130
     print(as_markdown(results))
-    if docs:
+    if given.docs:
         write_block("bench-loop", as_markdown(results))
-    return 1 if results["failed"] else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@ and step, without a metric; the others log loss and gradient norm (accelerate: t
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,8 @@ WARM_UP = 2
 """Blocks of steps that are not counted: the first includes the set-up."""
 DOCSTRINGS: dict[str, Any] = {"seq_length": 512, "max_samples": 4000}
 PACK = 1024
+PLAN = "BENCH_LOOP_PLAN"
+"""The environment variable with a :class:`Plan` as JSON."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,6 @@ class Steps:
     seconds: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    first_step: float = 0.0
     _since: tuple[float, float] = (0.0, 0.0)
 
     def start(self) -> None:
@@ -148,7 +147,6 @@ class Steps:
         self.seconds.append(time.perf_counter() - wall)
         self.processor.append(time.process_time() - processor)
         self.tokens.append(tokens)
-        self.first_step = self.first_step or time.time()
         is_last = len(self.seconds) >= self.limit
         if not is_last and len(self.seconds) % self.block == 0:
             self.pass_on()
@@ -158,10 +156,8 @@ class Steps:
     def plain(self) -> dict[str, Any]:
         """The counted steps, for JSON."""
         skipped = WARM_UP * self.block
-        counted = {
-            name: getattr(self, name)[skipped:] for name in ("seconds", "processor", "tokens")
-        }
-        return {**counted, "block": self.block, "first_step": self.first_step}
+        names = ("seconds", "processor", "tokens")
+        return {name: getattr(self, name)[skipped:] for name in names} | {"block": self.block}
 
 
 def model_of(size: Size) -> Any:
@@ -172,50 +168,49 @@ def model_of(size: Size) -> Any:
     return LlamaForCausalLM(LlamaConfig(**size.config)).train()
 
 
-def dataset_of(size: Size, data: str) -> Any:
+def dataset_of(plan: Plan) -> Any:
     """Prepared once and kept on disk."""
     from automodel_ckpt.examples.data import python_docs
 
-    tokenizer = python_docs.train_tokenizer(size.vocab)
-    if data == "blocks":
-        return python_docs.language_modeling(tokenizer, size.length)
+    tokenizer = python_docs.train_tokenizer(plan.size.vocab)
+    if plan.data == "blocks":
+        return python_docs.language_modeling(tokenizer, plan.size.length)
     return python_docs.docstring_pairs(tokenizer, **DOCSTRINGS)
 
 
-def _batches(size: Size, data: str, rank: int = 0, num_ranks: int = 1) -> Iterator[dict[str, Any]]:
+def _batches(plan: Plan) -> Iterator[dict[str, Any]]:
     """Padded to the longest, as a DataLoader of one's own gives them, in the order in which ours trains on them."""
     from torch.utils.data import DataLoader
 
     from automodel_ckpt.data.batches.sampler import permutation
     from automodel_ckpt.data.collate import PadCollator
 
-    dataset, together = dataset_of(size, data), size.batch * num_ranks
+    dataset, batch = dataset_of(plan), plan.size.batch
+    together, first = batch * plan.ranks, batch * int(os.environ.get("RANK", "0"))
     for epoch in range(1000):
         order = permutation(len(dataset), 0, epoch, True).tolist()
-        mine = [
-            order[start + rank * size.batch : start + (rank + 1) * size.batch]
-            for start in range(0, len(order) - together + 1, together)
-        ]
+        starts = range(first, len(order) - together + first + 1, together)
+        mine = [order[start : start + batch] for start in starts]
         loader: Any = DataLoader(dataset, batch_sampler=mine, collate_fn=PadCollator(0))
         yield from loader
 
 
-def bare(steps: Steps, size: Size, data: str = "blocks", num_ranks: int = 1) -> None:
+def bare(steps: Steps, plan: Plan) -> None:
     """Forward, backward, fused AdamW; with more ranks FSDP2, each layer and the rest."""
     import torch
 
-    model, rank = model_of(size), int(os.environ.get("RANK", "0"))
-    if num_ranks > 1:
+    model = model_of(plan.size)
+    if plan.ranks > 1:
         _shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    for batch in _batches(size, data, rank, num_ranks):
+    for batch in _batches(plan):
         tokens = int(batch["attention_mask"].sum())
-        if data == "blocks":
+        if plan.data == "blocks":
             del batch["attention_mask"]
         model(**batch, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if steps.note(num_ranks * tokens):
+        if steps.note(plan.ranks * tokens):
             return
 
 
@@ -227,99 +222,22 @@ def _shard(model: Any) -> None:
     fully_shard(model)
 
 
-def ours(steps: Steps, size: Size, data: str = "blocks", packed: bool = False) -> None:
-    """The recipe in one process, its log on disk, without checkpoints. It is closed at the end of the process."""
-    import torch.distributed as dist
-
-    from automodel_ckpt.config.load import load_recipe
-    from automodel_ckpt.config.overrides import parse
-    from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-
-    class Timed(LLMFinetune):
-        loop_class = timed_loop(steps)
-
-        def setup(self) -> None:
-            super().setup()
-            # So that another recipe can make its own; nothing is saved here.
-            dist.destroy_process_group()
-
-    # As the command does after its imports: collections search the modules' objects no more.
-    gc.freeze()
-    directory = Path(os.environ["BENCH_LOOP_DIRECTORY"])
-    path = directory / f"recipe-{packed}.yaml"
-    path.write_text(json.dumps(recipe_of(size, steps.limit, data, 1, packed)))
-    line = parse([f"--checkpoint.checkpoint_dir={directory / f'run-{packed}'}"])
-    loaded = load_recipe(path, line.overrides, problems=line.problems)
-    recipe = Timed(loaded.config, config_yaml=loaded.to_yaml())
-    at_end.callback(recipe.close)
-    recipe.setup()
-    recipe.run()
-
-
-def timed_loop(steps: Steps) -> Any:
-    """The class of a loop that notes its *steps*, and neither validates nor saves."""
-    from automodel_ckpt.training.loop import TrainingLoop
-
-    class TimedLoop(TrainingLoop):
-        def step(self, batch: Any, control: Any) -> Any:
-            due = super().step(batch, control)
-            steps.note(control.num_tokens)
-            return due
-
-        def end(self) -> None: ...
-
-        def validate_and_save(self, **due: Any) -> None: ...
-
-    return TimedLoop
-
-
-at_end = ExitStack()
-"""What ends the loops that others may still need: their process group."""
-
-
-def recipe_of(
-    size: Size, num_steps: int, data: str, num_ranks: int, packed: bool
-) -> dict[str, Any]:
-    """The recipe file that trains as the bare loop does; JSON is YAML."""
-    docs, blocks = "automodel_ckpt.examples.data.python_docs", {"seq_length": size.length}
-    builder = {"_target_": f"{docs}.language_modeling", **blocks}
-    if data != "blocks":
-        builder = {"_target_": f"{docs}.docstring_pairs", **DOCSTRINGS}
-    batch = 1 if packed else size.batch
-    return {
-        "seed": 0,
-        "model": {"from_config": {"model_type": "llama", **size.config}},
-        "tokenizer": {"_target_": f"{docs}.train_tokenizer", "vocab_size": size.vocab},
-        "dataset": builder,
-        "optimizer": {"lr": 1e-4},
-        "step_scheduler": {
-            "global_batch_size": batch * num_ranks,
-            "local_batch_size": batch,
-            "max_steps": num_steps,
-            "num_epochs": None,
-            "ckpt_every_epochs": None,
-        },
-        "dataloader": {"drop_last": True},
-        "logging": {"level": "warning", "log_every_seconds": 600},
-        **({"packed_sequence": {"size": PACK}} if packed else {}),
-    }
-
-
-def trainer(steps: Steps, size: Size) -> None:
+def trainer(steps: Steps, plan: Plan) -> None:
     """Hugging Face's Trainer, logging each step."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
 
     from automodel_ckpt.data.collate import PadCollator
 
     class Clock(TrainerCallback):
         def on_log(self, *_: Any, **__: Any) -> None:
             if len(steps.seconds) < steps.limit:  # after the last step there is a summary
-                steps.note(size.batch * size.length)
+                steps.note(plan.size.batch * plan.size.length)
 
     with tempfile.TemporaryDirectory(prefix="bench-loop-") as directory:
         arguments = TrainingArguments(
             directory,
-            per_device_train_batch_size=size.batch,
+            per_device_train_batch_size=plan.size.batch,
             max_steps=steps.limit,
             logging_steps=1,
             disable_tqdm=True,
@@ -332,21 +250,17 @@ def trainer(steps: Steps, size: Size) -> None:
             dataloader_drop_last=True,
         )
         made = Trainer(
-            model_of(size),
+            model_of(plan.size),
             arguments,
-            train_dataset=dataset_of(size, "blocks"),
+            train_dataset=dataset_of(plan),
             data_collator=PadCollator(0),
             callbacks=[Clock()],
         )
-        made.remove_callback(
-            next(
-                c for c in made.callback_handler.callbacks if type(c).__name__ == "PrinterCallback"
-            )
-        )
+        made.remove_callback(PrinterCallback)
         made.train()
 
 
-def accelerated(steps: Steps, size: Size) -> None:
+def accelerated(steps: Steps, plan: Plan) -> None:
     """A loop of one's own through accelerate, clipped, with the loss read each step."""
     import torch
     from accelerate import Accelerator  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -355,9 +269,9 @@ def accelerated(steps: Steps, size: Size) -> None:
     from automodel_ckpt.data.collate import PadCollator
 
     accelerator = Accelerator(cpu=True)
-    dataset, model = dataset_of(size, "blocks"), model_of(size)
+    dataset, model = dataset_of(plan), model_of(plan.size)
     loader: Any = DataLoader(
-        dataset, size.batch, shuffle=True, collate_fn=PadCollator(0), drop_last=True
+        dataset, plan.size.batch, shuffle=True, collate_fn=PadCollator(0), drop_last=True
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -369,34 +283,91 @@ def accelerated(steps: Steps, size: Size) -> None:
             optimizer.step()
             optimizer.zero_grad()
             loss.item()
-            if steps.note(size.batch * size.length):
+            if steps.note(plan.size.batch * plan.size.length):
                 return
 
 
-WAYS: dict[str, tuple[int, Callable[..., None]]] = {
-    "bare": (1, bare),
-    "bare, repeated": (1, bare),
-    "accelerate": (1, accelerated),
-    "Trainer": (1, trainer),
-    "ours": (1, ours),
-    "bare, 2 ranks": (2, partial(bare, num_ranks=2)),
-    "ours, 2 ranks": (2, ours),
-    "bare, padded docstrings": (1, partial(bare, data="docstrings")),
-    "ours, docstrings": (1, partial(ours, data="docstrings")),
-    "ours, packed docstrings": (1, partial(ours, data="docstrings", packed=True)),
+@dataclass(frozen=True)
+class Way:
+    """A loop: what trains (None: the recipe that ``ckpt-train`` runs), on how many ranks, and on what."""
+
+    run: Callable[[Steps, Plan], None] | None = None
+    ranks: int = 1
+    data: str = "blocks"
+    packed: bool = False
+
+
+WAYS = {
+    "bare": Way(bare),
+    "bare, repeated": Way(bare),
+    "accelerate": Way(accelerated),
+    "Trainer": Way(trainer),
+    "ours": Way(),
+    "bare, 2 ranks": Way(bare, ranks=2),
+    "ours, 2 ranks": Way(ranks=2),
+    "bare, padded docstrings": Way(bare, data="docstrings"),
+    "ours, docstrings": Way(data="docstrings"),
+    "ours, packed docstrings": Way(data="docstrings", packed=True),
 }
-"""Name -> ranks, and what trains."""
 
 
-def train_here(ways: list[str], size: Size) -> dict[str, Any]:
-    """Train in this process, as the rank that RANK says, in turns; the figures by way. The last way starts: ours, which
-    makes the process group of several ranks."""
-    import torch
+@dataclass(frozen=True)
+class Plan:
+    """Loops that alternate in the same processes, and the file in which rank 0 leaves the figures.
 
-    torch.set_num_threads(1)
-    if "docstrings" in ways[0]:  # of different lengths: a dozen batches are not what an epoch is
-        size = replace(size, blocks=4 * size.blocks)
-    turns = Turns(ways[::-1], size.block, size.blocks)
-    with at_end:
-        turns.run({way: partial(WAYS[way][1], size=size) for way in ways})
-    return {way: turns.steps[way].plain() for way in ways}
+    The last one begins, and has the main thread, which signals reach. *short*: one step of each.
+    """
+
+    ways: list[str]
+    size_name: str
+    output: str
+    short: bool = False
+
+    @classmethod
+    def of_this_process(cls) -> Plan:
+        return cls(**json.loads(os.environ[PLAN]))
+
+    @property
+    def last(self) -> Way:
+        return WAYS[self.ways[-1]]
+
+    @property
+    def ranks(self) -> int:
+        return self.last.ranks
+
+    @property
+    def data(self) -> str:
+        return self.last.data
+
+    @property
+    def size(self) -> Size:
+        size = SIZES[self.size_name]
+        if self.short:
+            return replace(size, block=1, blocks=1)
+        # Docstrings have different lengths: a dozen batches are not what an epoch is.
+        return size if self.data == "blocks" else replace(size, blocks=4 * size.blocks)
+
+    def turns(self) -> Turns:
+        return Turns(self.ways[::-1], self.size.block, self.size.blocks)
+
+    def train(self, turns: Turns, main: Callable[[Steps], None] | None = None) -> None:
+        """Train in this process, as the rank that RANK says, in turns; *main* is the recipe, if it is the last way."""
+        import torch
+
+        torch.set_num_threads(1)
+
+        def run(name: str, steps: Steps) -> None:
+            if (way := WAYS[name].run) is not None:
+                way(steps, self)
+            elif main is not None:
+                main(steps)
+
+        turns.run({name: partial(run, name) for name in self.ways})
+        if os.environ.get("RANK", "0") == "0":
+            figures = {name: turns.steps[name].plain() for name in self.ways}
+            Path(self.output).write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    plan = Plan.of_this_process()
+    plan.train(plan.turns())

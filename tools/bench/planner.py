@@ -13,15 +13,12 @@ Prints a table in Markdown.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,9 +50,8 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.saving.planner import Planner, shares_of_all
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveSettings, TreeSummary
-from tools.bench.report import write_block
-
-ROOT = Path(__file__).resolve().parents[2]
+from tools.bench.harness import in_a_process, options_of, reset_peak, status_bytes
+from tools.support import table, write_block
 
 NUM_TENSORS = 300
 # Llama's shapes, without its width: rows that 4,096 ranks can share.
@@ -63,13 +59,20 @@ SHAPES = ((8192, 16), (8192, 8), (28672, 8), (8192,))
 RANKS = (8, 64, 512, 4096)
 
 
-@dataclass
-class Figures:
-    """What was measured for a number of ranks: seconds, and bytes."""
-
-    num_ranks: int
-    seconds: dict[str, float] = field(default_factory=dict)
-    nbytes: dict[str, int] = field(default_factory=dict)
+TABLE = (
+    ("planning, each rank (s)", "plan", 1.0, 2),
+    ("finalizing the manifest, rank 0 (s)", "finalize", 1.0, 2),
+    ("DCP's `.metadata` at the first save, rank 0 (s)", "metadata", 1.0, 2),
+    ("finding its slices at a load, each rank (s)", "load", 1.0, 2),
+    ("sent to the other ranks, each rank (KB)", "sent bytes", 1e3, 1),
+    ("rank manifest (KB)", "rank manifest bytes", 1e3, 1),
+    ("MANIFEST.json (MB)", "manifest bytes", 1e6, 1),
+    ("slice tables (MB)", "table bytes", 1e6, 1),
+    ("DCP's `.metadata` (MB)", "metadata bytes", 1e6, 1),
+    ("memory of a load, each rank (MB)", "load bytes", 1e6, 1),
+)
+"""What was measured: its text, its name in the figures, unit, and digits."""
+Figures = dict[str, float]
 
 
 def trees_of(num_ranks: int) -> dict[str, TreePlan]:
@@ -131,8 +134,8 @@ def planned(rank: int, num_ranks: int, figures: Figures) -> tuple[SaveSettings, 
         # Equal digests: no collective is called.
         shares[name] = shares_of_all(None, save.descriptions[name], of_tree)
     Planner(settings).plan(save, proposals, shares)
-    figures.seconds["plan"] = time.process_time() - started
-    figures.nbytes["sent"] = len(sent)
+    figures["plan"] = time.process_time() - started
+    figures["sent bytes"] = len(sent)
     return settings, save
 
 
@@ -175,7 +178,7 @@ def _nbytes(chunk: Chunk) -> int:
 
 def measured(num_ranks: int, directory: Path) -> Figures:
     """Measure a number of ranks."""
-    figures = Figures(num_ranks)
+    figures: Figures = {}
     settings, save = planned(num_ranks // 2, num_ranks, figures)
     staging = commit.reserve(directory, "epoch_0_step_20")
     save.staging.path = staging
@@ -184,40 +187,36 @@ def measured(num_ranks: int, directory: Path) -> Figures:
     for written in rank_manifests(save, num_ranks):
         data = written.to_bytes()
         (staging / layout.rank_manifest_file(written.rank)).write_bytes(data)
-        figures.nbytes["rank manifest"] = len(data)
+        figures["rank manifest bytes"] = len(data)
     settings.ranks = layout.DataParallelRanks(0, num_ranks)
     publisher = Publisher(settings)
     partial_manifest = publisher.partial_manifest(save)
     started = time.process_time()
     trees = merge_trees(partial_manifest, read_rank_manifests(staging, num_ranks))
     metadata = publisher.write_metadata(save, trees.__getitem__)
-    figures.seconds["metadata"] = time.process_time() - started
-    figures.nbytes["metadata"] = sum(record.size for record in metadata.values())
+    figures["metadata"] = time.process_time() - started
+    figures["metadata bytes"] = sum(record.size for record in metadata.values())
     started = time.process_time()
     finalize(staging, partial_manifest, read_rank_manifests(staging, num_ranks))
-    figures.seconds["finalize"] = time.process_time() - started
-    figures.nbytes["manifest"] = (staging / layout.MANIFEST).stat().st_size
+    figures["finalize"] = time.process_time() - started
+    figures["manifest bytes"] = (staging / layout.MANIFEST).stat().st_size
     tables = list(staging.glob(f"*/{layout.SLICE_TABLE}"))
-    figures.nbytes["tables"] = sum(table.stat().st_size for table in tables)
+    figures["table bytes"] = sum(table.stat().st_size for table in tables)
     checkpoint = commit.publish(staging, "epoch_0_step_20")
     # A new process, so that its memory is that of the load.
-    words = [sys.executable, "-m", "tools.bench.planner", "--load", str(checkpoint), str(num_ranks)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    seconds, nbytes = done.stdout.split()
-    figures.seconds["load"], figures.nbytes["load memory"] = float(seconds), int(nbytes)
+    figures |= in_a_process("tools.bench.planner", "--load", checkpoint, num_ranks)
     return figures
 
 
 @collector_paused()
-def load(checkpoint: Path, num_ranks: int) -> None:
-    """Find the slices of one rank in a checkpoint; print the seconds and the bytes of memory that this takes."""
+def load(checkpoint: Path, num_ranks: int) -> Figures:
+    """Find the slices of one rank in a checkpoint; the seconds and the bytes of memory that this takes."""
     be_rank(num_ranks // 3, num_ranks)
     trees = trees_of(num_ranks)
     for tree in trees.values():
         tree.flatten()
-    # Sets the peak to the present memory (proc_pid_clear_refs(5)).
-    Path("/proc/self/clear_refs").write_text("5")
-    before = peak_bytes()
+    reset_peak()
+    before = status_bytes("VmHWM")
     started = time.process_time()
     manifest = Manifest.read(checkpoint)
     found = 0
@@ -232,62 +231,31 @@ def load(checkpoint: Path, num_ranks: int) -> None:
                 assert stored[0].digest
     seconds = time.process_time() - started
     assert found == 3 * NUM_TENSORS
-    print(seconds, peak_bytes() - before)
-
-
-def peak_bytes() -> int:
-    """The largest memory that this process had since the peak was reset."""
-    fields = Path("/proc/self/status").read_text().split()
-    return int(fields[fields.index("VmHWM:") + 1]) * 1024
-
-
-def rows(figures: list[Figures]) -> list[list[str]]:
-    """The rows of the table."""
-    table = [["ranks", *(f"{each.num_ranks:,}" for each in figures)]]
-    for label, key in (
-        ("planning, each rank (s)", "plan"),
-        ("finalizing the manifest, rank 0 (s)", "finalize"),
-        ("DCP's `.metadata` at the first save, rank 0 (s)", "metadata"),
-        ("finding its slices at a load, each rank (s)", "load"),
-    ):
-        cells = [f"{each.seconds[key]:.2f}" if key in each.seconds else "" for each in figures]
-        table.append([label, *cells])
-    for label, key, unit in (
-        ("sent to the other ranks, each rank (KB)", "sent", 1e3),
-        ("rank manifest (KB)", "rank manifest", 1e3),
-        ("MANIFEST.json (MB)", "manifest", 1e6),
-        ("slice tables (MB)", "tables", 1e6),
-        ("DCP's `.metadata` (MB)", "metadata", 1e6),
-        ("memory of a load, each rank (MB)", "load memory", 1e6),
-    ):
-        table.append([label, *(f"{each.nbytes[key] / unit:.1f}" for each in figures)])
-    return table
+    return {"load": seconds, "load bytes": status_bytes("VmHWM") - before}
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options_of(__doc__, 1)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--docs", action="store_true")
     parser.add_argument("--load", nargs=2, metavar=("CHECKPOINT", "RANKS"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.load:
-        load(Path(arguments.load[0]), int(arguments.load[1]))
+    if given.load:
+        print(json.dumps(load(Path(given.load[0]), int(given.load[1]))))
         return
     figures = []
-    for num_ranks in arguments.ranks:
-        directory = Path(tempfile.mkdtemp(prefix="bench-planner-"))
-        try:
-            figures.append(measured(num_ranks, directory))
-        finally:
-            shutil.rmtree(directory)
-        print(figures[-1], flush=True)
-    lines = ["| " + " | ".join(row) + " |" for row in rows(figures)]
-    lines.insert(1, "|---" * (len(figures) + 1) + "|")
-    block = "\n".join(lines)
+    for num_ranks in given.ranks:
+        with tempfile.TemporaryDirectory(prefix="bench-planner-", dir=given.directory) as directory:
+            figures.append(measured(num_ranks, Path(directory)))
+        print(num_ranks, figures[-1], flush=True)
+    rows = [
+        (text, *(f"{each[name] / unit:.{digits}f}" for each in figures))
+        for text, name, unit, digits in TABLE
+    ]
+    block = table(("ranks", *(f"{number:,}" for number in given.ranks)), rows)
     print(block)
-    if arguments.docs:
+    if given.docs:
         write_block("planner", block)
 
 

@@ -8,9 +8,7 @@ export, which must refuse and write nothing.
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,10 +21,10 @@ from automodel_ckpt.checkpoint.parts.slices import runs_in_file
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 from tools.crash import inspect, jobs
-from tools.crash.jobs import Run
-from tools.crash.pair import Outcome, Pair
+from tools.crash.pair import Outcome
+from tools.crash.place import Place
 from tools.crash.record import Record
-from tools.crash.subjects import Loaded, Ours, PlainDcp, PlainSafetensors, Subject
+from tools.crash.subjects import Loaded, Subject
 
 OLDER, NEWER = 10, 20
 EVERY_START, EVERY_EXPORT = 100, 10
@@ -53,32 +51,18 @@ class Flip:
             os.close(descriptor)
 
 
-class Bench:
+class Bench(Place):
     """Two checkpoints on tmpfs, whose newer one is damaged and mended again and again."""
 
     def __init__(self, subject: Subject, seed: int) -> None:
-        jobs.warm_up()
-        self.subject = subject
-        self.random = random.Random(seed)
-        self.directory = Path(tempfile.mkdtemp(prefix="flips-", dir="/dev/shm"))
-        self.root = self.directory / "run"
-        self.pair = Pair()
-        for outcome in self.pair.run(jobs.whole, Run(subject, str(self.root), (OLDER, NEWER))):
-            if outcome.error is not None:
-                raise outcome.error
+        super().__init__(seed)
+        self.subject = replace(subject, rows=_ROWS)
+        self.prepare(self.subject, self.root, (OLDER, NEWER))
 
-    def close(self) -> None:
-        self.pair.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-    def start(self) -> list[Outcome]:
+    def starts(self) -> list[Outcome]:
         """What each rank resumes from."""
-        outcomes = self.pair.run(jobs.begin, Run(self.subject, str(self.root)))
-        if all(outcome.ok for outcome in outcomes):
-            self.pair.run(jobs.end)
-        else:  # their group may be out of step
-            self.pair.close()
-            self.pair = Pair()
+        outcomes = self.start(self.subject)
+        self.pair.run(jobs.end)
         return outcomes
 
     def flip(self, directory: Path, files: list[str]) -> Flip:
@@ -86,35 +70,22 @@ class Bench:
         sizes = [(directory / file).stat().st_size for file in files]
         weights = sizes if self.random.random() < 0.5 else None
         (index,) = self.random.choices(range(len(files)), weights=weights)
-        byte = self.random.randrange(sizes[index])
-        bit = self.random.randrange(8)
-        return Flip(files[index], byte, bit)
+        return Flip(files[index], self.random.randrange(sizes[index]), self.random.randrange(8))
 
 
 def owners(manifest: Manifest, file: str, at: int) -> set[str]:
     """The tensors (and pickled values) that a byte belongs to."""
-    trees = manifest.trees.values()
-    slices = {
-        s.fqn
-        for t in trees
-        for x in t.stored
-        for s in x.slices
-        if s.file == file
-        and any(
-            _within(s.file, run.source, run.nbytes, file, at) for run in runs_in_file(s, x.shape)
-        )
-    }
-    blobs = {
-        b.fqn
-        for t in trees
-        for b in t.objects.values()
-        if _within(b.file, b.start, b.nbytes, file, at)
-    }
-    return slices | blobs
-
-
-def _within(its_file: str, start: int, nbytes: int, file: str, at: int) -> bool:
-    return its_file == file and start <= at < start + nbytes
+    found = set()
+    for tree in manifest.trees.values():
+        for tensor in tree.stored:
+            for piece in tensor.slices:
+                runs = runs_in_file(piece, tensor.shape) if piece.file == file else ()
+                if any(run.source <= at < run.source + run.nbytes for run in runs):
+                    found.add(piece.fqn)
+        for blob in tree.objects.values():
+            if blob.file == file and blob.start <= at < blob.start + blob.nbytes:
+                found.add(blob.fqn)
+    return found
 
 
 def is_exported(file: str) -> bool:
@@ -164,7 +135,9 @@ def _wrong_export(checkpoint: Path) -> list[str]:
 def _wrong_start(bench: Bench) -> list[str]:
     right = Loaded(OLDER, OLDER)
     return [
-        f"resumed from {o.value}, not {right}: {o.error}" for o in bench.start() if o.value != right
+        f"resumed from {o.value}, not {right}: {o.error}"
+        for o in bench.starts()
+        if o.value != right
     ]
 
 
@@ -189,7 +162,7 @@ def flip_ours(bench: Bench, record: Record, points: int, end: float) -> None:
             record.notes["starts that fell back"] = record.notes.get("starts that fell back", 0) + 1
         flip.apply(checkpoint)
         record.add(outcome, wrong, point=f"{bench.subject.name}/{flip}")
-    if problems_of(checkpoint) or any(o.value != Loaded(NEWER, NEWER) for o in bench.start()):
+    if problems_of(checkpoint) or any(o.value != Loaded(NEWER, NEWER) for o in bench.starts()):
         record.add("mended", ["the mended checkpoint is refused"], point=bench.subject.name)
 
 
@@ -251,54 +224,34 @@ def _judge_file(
     )
 
 
-def run(subjects: tuple[Ours, ...], *, points: int, seed: int, seconds: float) -> Record:
+def run(subjects: tuple[Subject, ...], *, points: int, seed: int, seconds: float) -> Record:
     """The campaign, *points* shared equally between the formats."""
     record = Record("flips", {"points": points, "seed": seed, "seconds": seconds})
     for subject in subjects:
-        bench = Bench(replace(subject, rows=_ROWS), seed)
-        try:
+        with Bench(subject, seed) as bench:
             damage_files(bench, record)
-            flip_ours(
-                bench,
-                record,
-                -(-points // len(subjects)),
-                time.monotonic() + seconds / len(subjects),
-            )
+            end = time.monotonic() + seconds / len(subjects)
+            flip_ours(bench, record, -(-points // len(subjects)), end)
             record.notes.setdefault("whole at the end", []).append(inspect.damage(bench.root) == [])
-        finally:
-            bench.close()
     return record
 
 
-def _noticed(outcomes: list[Outcome]) -> str:
-    if not all(outcome.ok for outcome in outcomes):
-        return "an error"
-    harmless = all(outcome.value == Loaded(NEWER, NEWER) for outcome in outcomes)
-    return "no effect" if harmless else "wrong values, unnoticed"
-
-
-def run_baseline(
-    subject: PlainDcp | PlainSafetensors, *, points: int, seed: int, seconds: float
-) -> Record:
+def run_baseline(subject: Subject, *, points: int, seed: int, seconds: float) -> Record:
     """Single bits of the files that another way of saving reads: does a start notice?"""
-    record = Record(
-        f"flips of {subject.name}", {"points": points, "seed": seed, "seconds": seconds}
-    )
-    bench = Bench(replace(subject, rows=_ROWS), seed)
+    limits = {"points": points, "seed": seed, "seconds": seconds}
+    record = Record(f"flips of {subject.name}", limits)
     end = time.monotonic() + seconds
-    try:
-        directory = bench.root / (
-            "checkpoint" if isinstance(subject, PlainDcp) else f"step_{NEWER}"
-        )
+    with Bench(subject, seed) as bench:
+        directory = max(path for path in bench.root.iterdir() if path.is_dir())
         files = sorted(os.listdir(directory))
-        for _ in range(points):
-            if time.monotonic() > end:
-                break
+        while record.points < points and time.monotonic() < end:
             flip = bench.flip(directory, files)
             flip.apply(directory)
-            outcomes = bench.start()
+            outcomes = bench.starts()
             flip.apply(directory)
-            record.add(_noticed(outcomes))
-    finally:
-        bench.close()
+            if not all(outcome.ok for outcome in outcomes):
+                record.add("an error")
+                continue
+            harmless = all(outcome.value == Loaded(NEWER, NEWER) for outcome in outcomes)
+            record.add("no effect" if harmless else "wrong values, unnoticed")
     return record

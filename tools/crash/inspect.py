@@ -9,7 +9,6 @@ import xxhash
 
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.parts.verify import unlisted_files, verify
 from automodel_ckpt.checkpoint.run.notes import recall_losses
 from automodel_ckpt.errors import CheckpointUnusable
@@ -17,15 +16,15 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 def contents(root: Path) -> dict[str, str]:
     """{name: digest of all that it holds} of every directory that is not hidden; exports aside."""
-    return (
-        {e.name: tree_digest(Path(e.path)) for e in os.scandir(root) if _counts(e)}
-        if root.is_dir()
-        else {}
-    )
+    return {
+        e.name: tree_digest(Path(e.path)) for e in directories(root) if not e.name.startswith(".")
+    }
 
 
-def _counts(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+def directories(root: Path) -> list[os.DirEntry[str]]:
+    """The directories in *root*; none where it does not exist."""
+    entries = os.scandir(root) if root.is_dir() else ()
+    return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 def tree_digest(directory: Path) -> str:
@@ -45,13 +44,7 @@ def tree_digest(directory: Path) -> str:
 
 def checkpoints(root: Path) -> list[layout.CheckpointName]:
     """The names of checkpoints, newest first, complete or not."""
-    if not root.is_dir():
-        return []
-    named = [
-        layout.parse_checkpoint_name(e.name)
-        for e in os.scandir(root)
-        if e.is_dir(follow_symlinks=False)
-    ]
+    named = [layout.parse_checkpoint_name(entry.name) for entry in directories(root)]
     return sorted((name for name in named if name), reverse=True)
 
 
@@ -73,14 +66,9 @@ def damage(root: Path) -> list[str]:
 
 def leftovers(root: Path, *, running: bool) -> list[str]:
     """Entries that neither a checkpoint, nor a pointer, nor (while *running*) the lock of the run account for."""
-    known = {
-        *layout.POINTERS,
-        layout.LATE_VALIDATIONS,
-        layout.TEXT_LOG,
-        layout.TIMELINE_STATE,
-    }
+    known = {*layout.POINTERS, layout.LATE_VALIDATIONS, layout.TEXT_LOG, layout.TIMELINE_STATE}
     if running:
-        known.add(LOCK_FILE)
+        known.add(layout.LOCK_FILE)
     return sorted(
         f"left over: {e.name}"
         for e in (os.scandir(root) if root.is_dir() else ())
@@ -107,6 +95,11 @@ def wrong_pointers(root: Path) -> list[str]:
         for pointer, right in ((layout.LATEST, latest), (layout.LOWEST_VAL, lowest))
         if target(root / pointer) != right
     ]
+
+
+def unclean(root: Path, *, running: bool) -> list[str]:
+    """What a start should have removed or corrected."""
+    return leftovers(root, running=running) + wrong_pointers(root)
 
 
 def _read(root: Path, name: layout.CheckpointName) -> Manifest | None:

@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import tempfile
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ class Run:
     """A run of a program in *root*: it resumes, then saves *steps*."""
 
     subject: Subject
-    root: str
+    root: Path
     steps: tuple[int, ...] = ()
     options: Options = field(default_factory=Options)
 
@@ -40,11 +39,10 @@ def warm_up() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        subjects: list[Subject] = [*OURS, *BASELINES]
-        for number, subject in enumerate(subjects):
+        for subject in (*OURS, *BASELINES):
             with tempfile.TemporaryDirectory() as root:
                 for step in (1, 2):
-                    whole(Run(subject, os.path.join(root, str(number)), (step,)))
+                    whole(Run(subject, Path(root) / "run", (step,)))
     finally:
         dist.destroy_process_group()
         state.forget()
@@ -54,17 +52,14 @@ def begin(run: Run) -> Loaded | None:
     """Start anew: load what is there; the session stays open for :func:`save` and :func:`end`."""
     logging.getLogger("automodel_ckpt").setLevel(logging.CRITICAL)
     end()
-    session = run.subject.open(Path(run.root), run.options)
-    _sessions.append(session)
-    return session.load()
+    _sessions.append(run.subject.session(run.root, run.options, run.subject))
+    return _sessions[-1].load()
 
 
-def save(steps: Iterable[int]) -> float:
-    """Save; returns the seconds that it took."""
-    started = time.monotonic()
+def save(steps: Iterable[int]) -> None:
+    """Save each of the steps."""
     for step in steps:
         _sessions[-1].save(step)
-    return time.monotonic() - started
 
 
 def end() -> None:

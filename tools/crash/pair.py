@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from tools.crash import small_files
+from automodel_ckpt.checkpoint.formats import read_ahead, reading
 from tools.crash.syscalls import Call, Stopped, listen
 
 NUM_RANKS = 2
@@ -213,7 +213,7 @@ def _serve(rank: int, directory: str, link: Connection, handover: socket.socket 
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _join(rank, directory)
-        small_files.use_threads()
+        _read_small_files_with_threads()
         # Before the parent is shown the calls of this rank, which it does not answer yet.
         link.send("joined")
         if handover is not None:
@@ -227,6 +227,18 @@ def _serve(rank: int, directory: str, link: Connection, handover: socket.socket 
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _read_small_files_with_threads() -> None:
+    """The files of the campaigns have a few KB: read them as large ones, in several blocks, with threads."""
+    limits: dict[Any, dict[str, Any]] = {
+        read_ahead: {"BLOCK_BYTES": 256, "_SERIAL_ELEMENTS": 5},
+        reading: {"BLOCK_BYTES": 256, "_LARGE_RUN_BYTES": 1, "num_threads": lambda nbytes: 3},
+    }
+    for module, values in limits.items():
+        for name, value in values.items():
+            assert hasattr(module, name)
+            setattr(module, name, value)
 
 
 def _join(rank: int, directory: str) -> None:

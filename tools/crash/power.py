@@ -24,7 +24,7 @@ from tools.crash import inspect, jobs
 from tools.crash.jobs import Ended, Run
 from tools.crash.pair import Outcome, Pair
 from tools.crash.record import Record
-from tools.crash.subjects import Loaded, Options, Ours, Subject, all_ranks
+from tools.crash.subjects import NOTHING, Options, Subject, failed, found
 
 FILE_SYSTEMS = ("ext4", "xfs")
 _SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2
@@ -34,7 +34,8 @@ _MKFS = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
 _OPTIONS = {"ext4": "loop", "xfs": "loop,nouuid"}
 KEEP_LAST = 3
 _LONGEST_SECONDS = 0.4
-_GOES_ON = {"the last that returned", "one begun, then finished", "nothing had returned"}
+NOTHING_RETURNED = "nothing had returned"
+_GOES_ON = {"the last that returned", "one begun, then finished", NOTHING_RETURNED}
 
 
 def unsupported(file_system: str) -> str | None:
@@ -50,6 +51,12 @@ def unsupported(file_system: str) -> str | None:
             return None
     except (OSError, subprocess.CalledProcessError) as error:
         return f"a loop image cannot be mounted: {error}"
+
+
+def no_disk() -> str | None:
+    """Why no file system can be cut here, or None."""
+    reasons = [unsupported(name) for name in FILE_SYSTEMS]
+    return "; ".join(reason for reason in reasons if reason) if all(reasons) else None
 
 
 class Disk:
@@ -142,74 +149,55 @@ class Cycle:
         self._disk, self._pair = disk, Pair()
         self._random = random.Random(seed)
         self.root = disk.mount_point / "run"
-        self._run = Run(subject, str(self.root), (), Options(keep_last=KEEP_LAST))
-        self.is_ours = isinstance(subject, Ours)
-        """Its ranks must end together; those of others wait for each other, and are killed with their machine."""
+        self._run = Run(subject, self.root, (), Options(keep_last=KEEP_LAST))
         self.step = 1
-        self.replaced = 0
-        self.disagreement: list[str] = []
         self.returned: int | None = None
 
     def start(self) -> list[Outcome]:
         return self._pair.run(jobs.begin, self._run)
 
-    def save_and_cut(self, longest: float) -> None:
-        """Cut at an instant within the first *longest* seconds of saving; notes the last save that had returned."""
+    def save_and_cut(self) -> list[str]:
+        """Cut at a random instant of saving; note the last save that had returned. Returns what is wrong with how the
+        ranks fail."""
         for rank in self._pair.ranks:
             rank.messages.clear()
         self._pair.tell(jobs.save_until_it_fails, self.step)
         outcomes: dict[int, Outcome] = {}
-        end = time.monotonic() + self._random.uniform(0, longest)
+        end = time.monotonic() + self._random.uniform(0, _LONGEST_SECONDS)
         while (left := end - time.monotonic()) > 0:
             self._pair.serve_once(outcomes, None, seconds=left)
         self._disk.cut()
-        ended = self._pair.finish(seconds=60.0 if self.is_ours else 1.0)
-        self.disagreement = _disagreement(ended)
+        # Ours must end together; those of others wait for each other, and are killed with their machine.
+        is_ours = self._run.subject.is_ours
+        disagreement = _disagreement(self._pair.finish(seconds=60.0 if is_ours else 1.0))
         saved = [step for rank in self._pair.ranks for step in rank.messages]
         self.returned = max(saved, default=self.returned)
-        if self._pair.alive and not self.disagreement:
+        if self._pair.alive and not disagreement:
             self._pair.run(jobs.forget)
-        if not self._pair.alive or self.disagreement or not self._disk.unmount(seconds=0.1):
-            self.replace_ranks()
+        if not self._pair.alive or disagreement or not self._disk.unmount(seconds=0.1):
+            # Other processes, where the old ones died or still hold a file of the disk that went.
+            self._pair.close()
+            self._pair = Pair()
             self._disk.unmount_or_report()
         self._disk.mount_again()
-
-    def replace_ranks(self) -> None:
-        """Other processes, where the old ones died or still hold a file of the disk that went."""
-        self._pair.close()
-        self._pair = Pair()
-        self.replaced += 1
+        return disagreement if is_ours else []
 
     def close(self) -> None:
         self._pair.close()
 
     def found(self, outcomes: list[Outcome]) -> tuple[str, list[str]]:
         """What the start after a cut found: (outcome, what is wrong with it); the next saves go on from there."""
-        if errors := [
-            f"rank {r} cannot start: {o.error or 'died'}"
-            for r, o in enumerate(outcomes)
-            if not o.ok
-        ]:
-            return "no start", errors
-        loaded: Loaded | None = all_ranks([outcome.value for outcome in outcomes])
+        outcome, loaded = found(outcomes)
+        if outcome == NOTHING and self.returned is None:
+            return NOTHING_RETURNED, []
         if loaded is None:
-            ranks_differ = any(outcome.value for outcome in outcomes)
-            lost = self.returned is not None or ranks_differ
-            outcome = (
-                "ranks differ"
-                if ranks_differ
-                else "starts from nothing"
-                if lost
-                else "nothing had returned"
-            )
-            return outcome, ["all is lost"] if lost else []
+            return outcome, failed("no start", outcomes) or ["all is lost"]
         self.step = loaded.step + 1
-        if loaded.seed is None:
-            return "a mixture, unnoticed", [f"step {loaded.step} is not what was saved"]
+        if outcome:
+            return outcome, [f"step {loaded.step} is not what was saved"]
         if self.returned is not None and loaded.step < self.returned:
-            return "a finished save lost", [
-                f"step {self.returned} had returned, {loaded.step} was found"
-            ]
+            lost = f"step {self.returned} had returned, {loaded.step} was found"
+            return "a finished save lost", [lost]
         newer = self.returned is None or loaded.step > self.returned
         return "one begun, then finished" if newer else "the last that returned", []
 
@@ -220,25 +208,14 @@ def _disagreement(outcomes: list[Outcome]) -> list[str]:
     steps, kinds = {end and end.step for end in ends}, {end and end.kind for end in ends}
     if len(steps) == 1 and kinds == {"SaveFailed"}:
         return []
-    said = [
-        f"rank {r} failed at {e.step} with {e.kind}: {e.text[:300]}"
-        if e
-        else f"rank {r} died or took too long"
-        for r, e in enumerate(ends)
-    ]
+    said = [f"{end.kind} at {end.step}: {end.text[:300]}" if end else "no end" for end in ends]
     return ["the ranks do not fail together: " + "; ".join(said)]
 
 
-def _promises(root: Path) -> list[str]:
-    return (
-        inspect.damage(root) + inspect.leftovers(root, running=True) + inspect.wrong_pointers(root)
-    )
-
-
 def cycles(
-    subject: Subject, file_system: str, *, points: int, seed: int, seconds: float
+    subject: Subject, file_system: str, points: int, seed: int, seconds: float
 ) -> Iterator[tuple[str, list[str]]]:
-    """(outcome, what is wrong) of cut after cut; the promises of this project are checked by the caller."""
+    """(outcome, what is wrong) of cut after cut."""
     jobs.warm_up()
     end = time.monotonic() + seconds
     done = 0
@@ -249,36 +226,34 @@ def cycles(
         ):
             cycle.start()
             while done < points and time.monotonic() < end:
-                cycle.save_and_cut(_LONGEST_SECONDS)
-                outcome, wrong = cycle.found(cycle.start())
-                if cycle.is_ours:
-                    wrong += _promises(cycle.root) + cycle.disagreement
+                wrong = cycle.save_and_cut()
+                outcome, lost = cycle.found(cycle.start())
+                if subject.is_ours:
+                    wrong += inspect.damage(cycle.root) + inspect.unclean(cycle.root, running=True)
                 done += 1
-                yield outcome, wrong
+                yield outcome, lost + wrong
                 if outcome not in _GOES_ON:
                     break  # a new disk, so that one loss is counted once
 
 
 def run(
     subjects: tuple[Subject, ...],
-    file_systems: tuple[str, ...],
+    file_systems: tuple[str, ...] = FILE_SYSTEMS,
     *,
     points: int,
     seed: int,
     seconds: float,
-    violations: bool = True,
+    name: str = "power cuts",
 ) -> Record:
-    """The campaign, *points* and *seconds* shared equally; without *violations* (a baseline) only counted."""
-    record = Record("power cuts", {"points": points, "seed": seed, "seconds": seconds})
+    """The campaign, *points* and *seconds* shared equally; those of other programs are only counted."""
+    record = Record(name, {"points": points, "seed": seed, "seconds": seconds})
     usable = [name for name in file_systems if not _skipped(name, record)]
     parts = [(subject, name) for subject in subjects for name in usable]
     for subject, name in parts:
-        points_here = math.ceil(points / len(parts))
-        seconds_here = seconds / len(parts)
-        found = cycles(subject, name, points=points_here, seed=seed, seconds=seconds_here)
-        for number, (outcome, wrong) in enumerate(found):
+        limits = (math.ceil(points / len(parts)), seed, seconds / len(parts))
+        for number, (outcome, wrong) in enumerate(cycles(subject, name, *limits)):
+            counted = wrong if subject.is_ours else ()
             point = f"{subject.name}/{name}/{number}"
-            counted = wrong if violations else ()
             record.add(f"{name}: {outcome}", counted, point=point, seed=seed)
     return record
 

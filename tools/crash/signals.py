@@ -1,40 +1,34 @@
-"""SIGTERM, SIGUSR1 and SIGINT at random instants, to the launcher or a rank of two, and what is left then.
+"""SIGTERM, SIGUSR1, SIGINT and SIGKILL at random instants, to a training on two ranks, and what is left then.
 
 Each start of ``ckpt-train`` gets its signal at an instant drawn within one phase of its work, and has to end with 75 as
 the contract says (:func:`judge`). The next start goes on from there with another phase, until the run is done: then it
-has to be what a run without signals is. Some starts hang in one place; a second signal ends them immediately.
+has to be what a run without signals is. Some starts hang in one place; a second signal ends them immediately. The
+campaign ``endurance`` kills all processes of each start at any instant instead.
 """
 
 from __future__ import annotations
 
 import random
-import shutil
 import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from tests.support.servers.command_server import CommandServer
-from tools.crash import endurance, inspect
+from tools.crash import inspect, results
 from tools.crash.record import Record
-from tools.crash.trainer import Mark, Trainer
+from tools.crash.trainer import Mark, Trainer, kill_session
+from tools.support import step_lines
 
-PHASES = (
-    "step",
-    "accumulation",
-    "validation",
-    "data",
-    "save",
-    "upload",
-    "export",
-    "start",
-    "twice",
-)
+TIMED = ("step", "accumulation", "validation", "data", "save", "export")
+PHASES = (*TIMED, "upload", "start", "twice")
+KILL = ("kill",)
+"""The phase of ``endurance``: the whole run."""
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 TARGETS = ("launcher", "rank0", "rank1")
 HANGS = ("step", "validation", "save")
@@ -67,6 +61,7 @@ validation_dataset: {_target_: tools.crash.marks.Samples, trains: false}
 optimizer: {lr: 1e-2}
 lr_scheduler: {name: cosine}
 step_scheduler: {global_batch_size: 8, local_batch_size: 2, num_epochs: 100, ckpt_every_epochs: null}
+logging: {sample_ids: true}
 """
 
 
@@ -87,21 +82,17 @@ class Point:
         return f"{self.phase}/{self.occurrence}+{self.share:.2f}/{self.target}/{self.number.name}{place}"
 
 
-def points(seed: int, met: Mapping[str, int]) -> Iterator[Point]:
+def points(seed: int, met: Mapping[str, int], phases: Sequence[str]) -> Iterator[Point]:
     """Points without end, each of the phase that signals have *met* least."""
     chance = random.Random(seed)
     while True:
-        phase = min(chance.sample(PHASES, len(PHASES)), key=lambda one: met.get(one, 0))
+        phase = min(chance.sample(phases, len(phases)), key=lambda one: met.get(one, 0))
+        target, number = chance.choice(TARGETS), chance.choice(NUMBERS)
+        if phase == "kill":
+            target, number = "all", signal.SIGKILL
         blocked = phase == "data" and chance.random() < 0.5
         hang = "data" if blocked else chance.choice(HANGS) if phase == "twice" else ""
-        yield Point(
-            phase,
-            chance.choice(TARGETS),
-            chance.choice(NUMBERS),
-            chance.choice((1, 1, 2)),
-            chance.random(),
-            hang,
-        )
+        yield Point(phase, target, number, chance.choice((1, 1, 2)), chance.random(), hang)
 
 
 class Chain:
@@ -125,17 +116,12 @@ class Chain:
             "step_scheduler.ckpt_every_steps": SAVE_EVERY,
             "step_scheduler.val_every_steps": VALIDATE_EVERY,
         } | settings.get("keys", {})
-        flags = [
-            "--nproc-per-node=2",
-            "--trust=tools",
-            f"--max-restarts={settings.get('max_restarts', 0)}",
-        ]
-        words = [*flags, str(self.recipe), *(f"--{k}={v}" for k, v in keys.items())]
+        restarts = f"--max-restarts={settings.get('max_restarts', 0)}"
+        words = ["--nproc-per-node=2", "--trust=tools", restarts, str(self.recipe)]
+        words += [f"--{key}={value}" for key, value in keys.items()]
         hang = {"CRASH_HANG": settings["hang"]} if settings.get("hang") else {}
         directory = self.base / f"{self.root.name}-start-{self.starts}"
-        return Trainer(
-            self.commands, words, directory, {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **hang}
-        )
+        return Trainer(self.commands, words, directory, hang)
 
     def newest(self) -> int:
         """The step of the newest checkpoint, 0 without one."""
@@ -149,93 +135,91 @@ class Chain:
 
 def settings_of(point: Point, newest: int) -> dict[str, Any]:
     """How the start differs from the others: what the phase needs."""
-    rank = point.target[-1] if point.target != "launcher" else "1"
-    at = newest + 1 + point.occurrence
-    hang = f"{point.hang} {at} {'0' if point.hang == 'save' else rank}" if point.hang else ""
+    rank = "0" if point.hang == "save" else point.target[-1] if point.target != "launcher" else "1"
+    second = point.occurrence == 2
+    is_async = point.phase == "upload" or (point.phase in ("export", "kill") and second)
+    exports = point.phase in ("export", "save", "kill")
     return {
-        "is_async": str(
-            point.phase == "upload" or (point.phase == "export" and point.occurrence == 2)
-        ).lower(),
-        "save_consolidated": "every" if point.phase in ("export", "save") else "false",
-        "hang": hang,
+        "is_async": str(is_async).lower(),
+        "save_consolidated": "every" if exports else "false",
+        "hang": f"{point.hang} {newest + 1 + point.occurrence} {rank}" if point.hang else "",
     }
 
 
 def usual_seconds(marks: list[Mark], phase: str) -> float:
     """The mean length of a phase in an undisturbed run."""
-    lengths = [
-        end.seconds - begin.seconds
-        for at, begin in enumerate(marks)
-        if begin.name == phase and (end := _end_of(marks[at + 1 :], LASTING.get(phase)))
-    ]
+    name, lengths = LASTING.get(phase), []
+    for at, begin in enumerate(marks):
+        ends = [mark.seconds for mark in marks[at + 1 :] if name in (None, mark.name)]
+        if begin.name == phase and ends:
+            lengths.append(ends[0] - begin.seconds)
     return sum(lengths) / len(lengths) if lengths else 0.2
-
-
-def _end_of(later: list[Mark], name: str | None) -> Mark | None:
-    return next((mark for mark in later if name in (None, mark.name)), None)
 
 
 class Campaign:
     """Runs points along chains; *compares* their ends with an undisturbed run, whose phases it measures."""
 
-    def __init__(self, base: Path, commands: CommandServer, *, compares: bool = True) -> None:
-        self.base, self.commands = base, commands
+    def __init__(
+        self,
+        base: Path,
+        commands: CommandServer,
+        record: Record,
+        phases: Sequence[str],
+        *,
+        compares: bool,
+    ) -> None:
+        self.base, self.commands, self.record, self.phases = base, commands, record, phases
         self.number = 0
         self.chain: Chain | None = None
         self.lengths: dict[str, float] = {"start": 1.5}
         self.right = self._undisturbed() if compares else None
 
     def _undisturbed(self) -> dict[str, Any]:
-        for is_async in ("true", "false"):
+        for is_async in ("true", "false") if "upload" in self.phases else ("false",):
             chain = Chain(self.base, f"undisturbed-{is_async}", self.commands)
+            started = time.monotonic()
             with chain.start(is_async=is_async, save_consolidated="every") as trainer:
                 if not trainer.wait(180) or trainer.code != 0:
-                    raise RuntimeError(
-                        f"the undisturbed run failed: {trainer.code}\n{trainer.log[-3000:]}"
-                    )
-                marks = trainer.marks(0)
-            for phase in PHASES[:7] if is_async == "false" else ("upload",):
-                self.lengths[phase] = usual_seconds(marks, phase)
-        return endurance.result_of(chain.root, STEPS)
+                    raise RuntimeError(f"an undisturbed run: {trainer.code}\n{trainer.log[-3000:]}")
+                self.lengths["kill"] = time.monotonic() - started
+                for phase in TIMED if is_async == "false" else ("upload",):
+                    self.lengths[phase] = usual_seconds(trainer.marks(0), phase)
+        return results.result_of(chain.root, STEPS)
 
-    def run(self, point: Point, record: Record) -> str | None:
-        """One start and its signal; the phase that it met, None when the run ended before it."""
-        chain = self.chain = self.chain or self._next_chain()
+    def run(self, point: Point | None) -> None:
+        """One start and its signal; without a point to the end of the run."""
+        if self.chain is None:
+            self.number += 1
+            self.chain = Chain(self.base, f"run-{self.number}", self.commands)
+        chain, sent = self.chain, list[float]()
         before, lock = chain.newest(), chain.lock()
-        with chain.start(**settings_of(point, before)) as trainer:
-            sent = self._signal(point, trainer)
-            ended = trainer.wait(ENDED_SECONDS)
-            met, wrong = (
-                judge(point, trainer, chain, before, sent, lock)
-                if ended
-                else (point.phase, ["it does not end"])
-            )
+        with chain.start(**settings_of(point, before) if point else {}) as trainer:
+            if point is not None:
+                sent = self._signal(point, trainer)
+            met, wrong = "unfinished", ["it does not end"]
+            if trainer.wait(ENDED_SECONDS if point else 180):
+                met, wrong = judge(point, trainer, chain, before, sent, lock)
         if trainer.code == 0 and self.right is not None:
-            wrong += endurance.differences(chain.root, self.right, STEPS)
-        record.add(
-            met,
-            wrong,
-            point=str(point),
-            chain=chain.root.name,
-            start=chain.starts,
-            log=trainer.log[-3000:] if wrong else "",
-        )
+            met = "finished as if undisturbed" if point is None or met == "ended before" else met
+            wrong += results.differences(chain.root, self.right, STEPS)
+        log = trainer.log[-3000:] if wrong else ""
+        place = {"point": str(point), "chain": chain.root.name, "start": chain.starts}
+        self.record.add(met, wrong, **place, log=log)
         if trainer.code == 0 or wrong:
             self.chain = None
-        return met
-
-    def _next_chain(self) -> Chain:
-        self.number += 1
-        return Chain(self.base, f"run-{self.number}", self.commands)
 
     def _signal(self, point: Point, trainer: Trainer) -> list[float]:
         """Wait for the instant and send; the instants, of both where there are two. Empty when there is none to get
         it."""
-        rank = int(point.target[-1]) if point.target != "launcher" else 0
-        name = "hang" if point.hang else point.phase
-        if not _await(trainer, rank, name, point):
+        wait = point.share * self.lengths.get(point.phase, 0.1)
+        if point.phase == "kill":
+            if trainer.wait(wait):
+                return []
+            kill_session(trainer.pid)
+            return [time.monotonic()]
+        if not _await(trainer, point):
             return []
-        time.sleep(point.share * self.lengths.get(point.phase, 0.1))
+        time.sleep(wait)
         try:
             sent = [trainer.send(point.target, point.number)]
             if point.phase == "twice":
@@ -246,8 +230,10 @@ class Campaign:
             return []
 
 
-def _await(trainer: Trainer, rank: int, name: str, point: Point) -> bool:
+def _await(trainer: Trainer, point: Point) -> bool:
     """Whether the phase begins as often as the point says before the command ends."""
+    name = "hang" if point.hang else point.phase
+    rank = int(point.target[-1]) if point.target != "launcher" else 0
     ranks = (0, 1) if point.hang or name == "export" else (rank,)
     times = 1 if point.hang else point.occurrence
     end = time.monotonic() + STARTED_SECONDS
@@ -261,12 +247,12 @@ def _await(trainer: Trainer, rank: int, name: str, point: Point) -> bool:
 
 
 def judge(
-    point: Point,
+    point: Point | None,
     trainer: Trainer,
     chain: Chain,
     before: int,
     sent: list[float],
-    lock: bytes | None = None,
+    lock: bytes | None,
 ) -> tuple[str, list[str]]:
     """What the start came to, and which promises it broke.
 
@@ -274,9 +260,11 @@ def judge(
     ended immediately stays, also if the next one stops before it takes the directory.
     """
     wrong = [f"process {pid} is left" for pid in trainer.orphans()]
-    wrong += [f"left over: {path.name}" for path in (trainer.directory / "tmp").iterdir()]
     wrong += inspect.damage(chain.root)
-    if not sent:
+    if sent and point is not None and point.phase == "kill":
+        return "killed", wrong
+    wrong += [f"left over: {path.name}" for path in (trainer.directory / "tmp").iterdir()]
+    if not sent or point is None:
         if trainer.code != 0:
             wrong.append(f"exit code {trainer.code}")
         return "ended before", wrong
@@ -296,16 +284,9 @@ def judge(
 
 def phase_at(marks: list[Mark], leader: list[Mark], instant: float) -> str:
     """What a rank was doing; what the leader does in the background comes first."""
-    for name in ("export", "upload"):
-        began = max(
-            (mark.seconds for mark in leader if mark.name == name and mark.seconds <= instant),
-            default=0.0,
-        )
-        ended = max(
-            (m.seconds for m in leader if m.name == LASTING[name] and m.seconds <= instant),
-            default=0.0,
-        )
-        if began > ended:
+    for name, end in (("export", "exported"), ("upload", "published")):
+        last = {mark.name: mark.seconds for mark in leader if mark.seconds <= instant}
+        if last.get(name, 0.0) > last.get(end, 0.0):
             return name
     now = next((mark.name for mark in reversed(marks) if mark.seconds <= instant), "start")
     return BETWEEN.get(now, now)
@@ -324,20 +305,11 @@ def stopped_wrongly(
         wrong.append(f"the ranks stopped at steps {sorted(steps)}")
     step = max(steps)
     wrong += _wrong_saves(chain, step, before, marks[0])
-    late = {
-        m.step
-        for one in marks
-        for m in one
-        if m.seconds > sent and m.name in ("accumulation", "step")
-    }
-    begun = {
-        m.step
-        for one in marks
-        for m in one
-        if m.seconds <= sent and m.name in ("accumulation", "step")
-    }
-    if len(late - begun) > 1:
-        wrong.append(f"steps after {sorted(late - begun)} were begun after the signal")
+    steps_begun = [m for one in marks for m in one if m.name in ("accumulation", "step")]
+    begun = {mark.step for mark in steps_begun if mark.seconds <= sent}
+    late = {mark.step for mark in steps_begun} - begun
+    if len(late) > 1:
+        wrong.append(f"steps after {sorted(late)} were begun after the signal")
     for one in marks:
         batches = [m for m in one if m.name == "validation" and m.seconds > sent]
         if met == "validation" and len(batches) > 1:
@@ -349,60 +321,57 @@ def stopped_wrongly(
 
 def _wrong_saves(chain: Chain, step: int, before: int, leader: list[Mark]) -> list[str]:
     """Whether the step where it stopped is the newest checkpoint, saved once, and exported only if it was before."""
-    wrong = (
-        []
-        if chain.newest() == step
-        else [f"stopped at step {step}, saved is step {chain.newest()}"]
-    )
+    wrong = []
+    if chain.newest() != step:
+        wrong.append(f"stopped at step {step}, saved is step {chain.newest()}")
     saves = Counter(mark.step for mark in leader if mark.name == "save")
     wrong += [f"step {at} was saved {count} times" for at, count in saves.items() if count > 1]
-    lines = (
-        [line["step"] for line in endurance.log_of(chain.root / "training.jsonl")] if step else []
-    )
+    lines = [line["step"] for line in step_lines(chain.root / "training.jsonl")] if step else []
     if lines != list(range(1, step + 1)):
-        wrong.append(
-            f"training.jsonl holds steps {lines[-3:]} at its end, the checkpoint is of step {step}"
-        )
-    name = next(iter(inspect.checkpoints(chain.root)), None)
-    exported = (
-        name is not None and (chain.root / str(name) / "model" / layout.CONSOLIDATED).exists()
-    )
-    if exported and step > before and step % SAVE_EVERY:
-        wrong.append("the signal made an export")
+        wrong.append(f"training.jsonl ends with steps {lines[-3:]}, the checkpoint is of {step}")
+    for name in inspect.checkpoints(chain.root)[:1]:
+        exported = (chain.root / str(name) / "model" / layout.CONSOLIDATED).exists()
+        if exported and step > before and step % SAVE_EVERY:
+            wrong.append("the signal made an export")
     return wrong
 
 
 def _at_once(point: Point, trainer: Trainer, chain: Chain, before: int, second: float) -> list[str]:
     """What is wrong with a run that a second signal ended."""
-    wrong = (
-        []
-        if trainer.code == 128 + point.number
-        else [f"exit code {trainer.code}, not {128 + point.number}"]
-    )
+    wrong, code = [], 128 + point.number
+    if trainer.code != code:
+        wrong.append(f"exit code {trainer.code}, not {code}")
     seconds = time.monotonic() - second
-    wrong += (
-        [f"it ended {seconds:.1f} s after the second signal"] if seconds > AT_ONCE_SECONDS else []
-    )
+    if seconds > AT_ONCE_SECONDS:
+        wrong.append(f"it ended {seconds:.1f} s after the second signal")
     saved = [mark.step for mark in trainer.marks(0) if mark.name in ("saved", "published")]
     last = max([before, *saved])
-    return wrong + (
-        [] if chain.newest() == last else [f"the newest checkpoint is {chain.newest()}, not {last}"]
-    )
+    if chain.newest() != last:
+        wrong.append(f"the newest checkpoint is {chain.newest()}, not {last}")
+    return wrong
 
 
 def run(
-    commands: CommandServer, *, points_wanted: int, seed: int, seconds: float, compares: bool = True
+    commands: CommandServer,
+    phases: Sequence[str] = PHASES,
+    *,
+    points_wanted: int,
+    seed: int,
+    seconds: float,
+    compares: bool = True,
 ) -> Record:
-    """The campaign; the outcomes of its record are the phases that signals met. Each gets its share."""
-    record = Record("signals", {"points": points_wanted, "seed": seed, "seconds": seconds})
-    base = Path(tempfile.mkdtemp(prefix="signals-"))
+    """The campaign; the outcomes of its record are the phases that signals met. Each gets its share. The last run is
+    trained to its end, if its result is compared."""
+    name = "endurance" if phases == KILL else "signals"
+    record = Record(name, {"points": points_wanted, "seed": seed, "seconds": seconds})
     end = time.monotonic() + seconds
-    try:
-        campaign = Campaign(base, commands, compares=compares)
-        for point in points(seed, record.outcomes):
-            campaign.run(point, record)
-            if record.points >= points_wanted or time.monotonic() > end:
+    with tempfile.TemporaryDirectory(prefix="signals-", ignore_cleanup_errors=True) as base:
+        campaign = Campaign(Path(base), commands, record, phases, compares=compares)
+        for point in points(seed, record.outcomes, phases):
+            campaign.run(point)
+            num_met = record.outcomes["killed"] if phases == KILL else record.points
+            if num_met >= points_wanted or time.monotonic() > end:
                 break
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
+        if compares and campaign.chain is not None:
+            campaign.run(None)
     return record

@@ -1,16 +1,13 @@
-"""What is tested: this project's checkpoints, and two plain ways of saving to compare them with.
-
-A :class:`Session` is one run of a program in a directory: it may load what is there, then save. All ranks take part.
-"""
+"""What is tested: this project's checkpoints, and two plain ways of saving to compare them with."""
 
 from __future__ import annotations
 
-import json
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +17,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
-from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from tools.crash import state
+from tools.crash.pair import Outcome
 
-Format = Literal["safetensors", "torch_save"]
-Layout = Literal["shards", "hf"]
 GENERATION = 100_000
 """A step saved again by a later run holds the state ``step + GENERATION * generation``."""
 
@@ -36,7 +31,7 @@ class Options:
 
     keep_last: int | None = None
     restore_from: str | None = None
-    export: bool = False
+    save_consolidated: bool = False
     generation: int = 0
 
     def seed(self, step: int) -> int:
@@ -51,35 +46,54 @@ class Loaded:
     seed: int | None
 
 
-class Session(Protocol):
-    def load(self) -> Loaded | None: ...
-    def save(self, step: int) -> None: ...
-    def close(self) -> None: ...
+@dataclass(frozen=True)
+class Subject:
+    """A way of saving; *name* is its heading in the comparison, *keys* are those of its CheckpointOptions."""
 
-
-class Subject(Protocol):
-    """A way of saving; *name* is its heading in the comparison."""
+    name: str
+    session: type[Session]
+    keys: tuple[tuple[str, Any], ...] = ()
+    rows: int = 1
+    """How large the tensors are; see :func:`tools.crash.state.build`."""
 
     @property
-    def name(self) -> str: ...
-    def open(self, root: Path, options: Options) -> Session: ...
+    def is_ours(self) -> bool:
+        return self.session is OursSession
 
 
-def ranks_here() -> DataParallelRanks:
-    """This process's position among the ranks of torch.distributed; one process where it is not initialized."""
-    if not dist.is_initialized():
-        return DataParallelRanks()
-    return DataParallelRanks(dist.get_rank(), dist.get_world_size())
+class Session:
+    """A run of a program in the directory *root*: it may load what is there, then save. All ranks take part."""
+
+    def __init__(self, root: Path, options: Options, subject: Subject) -> None:
+        self.root, self.options, self.rows = root, options, subject.rows
+        self.made = state.build(0, self.rows)
+
+    def load(self) -> Loaded | None:
+        raise NotImplementedError
+
+    def save(self, step: int) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def loaded(self, step: int, seeds: Sequence[int], *, tensors_only: bool = False) -> Loaded:
+        """Which of the *seeds* the loaded state is of."""
+        found = state.digest(self.made, tensors_only=tensors_only)
+        for seed in seeds:
+            if state.expected(seed, self.rows, tensors_only=tensors_only) == found:
+                return Loaded(step, seed)
+        return Loaded(step, None)
 
 
 class SideFiles:
     """What an export needs beside the weights."""
 
-    file_index_mapping: dict[str, int] = {}  # noqa: RUF012  # a field of the protocol, never changed
-
-    maps = BaseMaps()
-    files: dict[str, bytes] = {"config.json": json.dumps({"model_type": "tiny"}).encode()}  # noqa: RUF012  # the same
-    nbytes = sum(map(len, files.values()))
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.nbytes = sum(map(len, files.values()))
+        self.maps = BaseMaps()
+        self.file_index_mapping: dict[str, int] = {}
 
     def write(self, directory: Path) -> None:
         directory.mkdir()
@@ -87,66 +101,35 @@ class SideFiles:
             (directory / name).write_bytes(data)
 
 
-@dataclass(frozen=True)
-class Ours:
+class OursSession(Session):
     """This project's Checkpointer."""
 
-    model_save_format: Format = "safetensors"
-    model_layout: Layout = "shards"
-    rows: int = 1
-    """How large the tensors are; see :func:`tools.crash.state.build`."""
-    is_async: bool = False
-    incremental: bool = False
-    """Share the file of the frozen parameter with the checkpoint before."""
-
-    @property
-    def name(self) -> str:
-        form = self.model_layout if self.model_layout == "hf" else self.model_save_format
-        name = f"automodel_ckpt {form}"
-        if self.is_async:
-            name += ", asynchronous"
-        if self.incremental:
-            name += ", incremental"
-        return name
-
-    def open(self, root: Path, options: Options) -> OursSession:
-        return OursSession(root, options, self)
-
-
-class OursSession:
-    def __init__(self, root: Path, options: Options, subject: Ours) -> None:
-        self._options, self._rows = options, subject.rows
-        self._made = state.build(0, self._rows)
-        ours = CheckpointOptions(
-            model_save_format=subject.model_save_format,
-            model_layout=subject.model_layout,
-            save_consolidated=options.export,
+    def __init__(self, root: Path, options: Options, subject: Subject) -> None:
+        super().__init__(root, options, subject)
+        chosen = CheckpointOptions(
+            save_consolidated=options.save_consolidated,
             restore_from=options.restore_from,
             keep_last=options.keep_last,
-            is_async=subject.is_async,
-            incremental=subject.incremental,
+            **{"incremental": False, **dict(subject.keys)},
         )
-        self._checkpointer = Checkpointer(root, options=ours, assets={"model": SideFiles()})
+        assets = SideFiles({"config.json": b'{"model_type": "tiny"}'})
+        self._checkpointer = Checkpointer(root, options=chosen, assets={"model": assets})
 
     def load(self) -> Loaded | None:
-        resumed = self._checkpointer.load(discover(self._made))
+        resumed = self._checkpointer.load(discover(self.made))
         if resumed is None:
             return None
-        found = state.digest(self._made)
-        seeds = [resumed.step + GENERATION * generation for generation in range(2)]
-        return Loaded(
-            resumed.step,
-            next((seed for seed in seeds if state.expected(seed, self._rows) == found), None),
-        )
+        return self.loaded(resumed.step, (resumed.step, resumed.step + GENERATION))
 
     def save(self, step: int) -> None:
-        self._made = state.build(self._options.seed(step), self._rows)
+        self.made = state.build(self.options.seed(step), self.rows)
         self._checkpointer.save(
-            discover(self._made),
+            discover(self.made),
             step=step,
             epoch=0,
             config_yaml="seed: 1\n",
-            losses={"step": step, "val_loss": loss_at(step)},
+            # Each checkpoint is better than those before.
+            losses={"step": step, "val_loss": 1.0 / step},
             progress={"consumed_samples": step},
             validated=True,
         )
@@ -156,113 +139,101 @@ class OursSession:
         self._checkpointer.close()
 
 
-def loss_at(step: int) -> float:
-    """Each checkpoint is better than those before."""
-    return 1.0 / step
-
-
-@dataclass(frozen=True)
-class PlainDcp:
+class DcpSession(Session):
     """torch.distributed.checkpoint.save into one directory, as its tutorial does: each save overwrites the last."""
 
-    name: str = "torch DCP, in place"
-    rows: int = 1
-
-    def open(self, root: Path, options: Options) -> DcpSession:
-        return DcpSession(root, self.rows)
-
-
-class DcpSession:
-    def __init__(self, root: Path, rows: int) -> None:
-        self._path, self._rows = root / "checkpoint", rows
-
     def load(self) -> Loaded | None:
-        if not self._path.exists():
+        path = self.root / "checkpoint"
+        if not path.exists():
             return None
-        made = state.build(0, self._rows)
-        tensors = state.tensors_of(made) | {"step": torch.tensor(0)}
+        tensors = state.tensors_of(self.made) | {"step": torch.tensor(0)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp_load(tensors, checkpoint_id=self._path)
-        return _recognised(made, int(tensors["step"]), self._rows)
+            dcp_load(tensors, checkpoint_id=path)
+        step = int(tensors["step"])
+        return self.loaded(step, [step], tensors_only=True)
 
     def save(self, step: int) -> None:
+        tensors = state.tensors_of(state.build(step, self.rows)) | {"step": torch.tensor(step)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # overwriting is what is compared
-            dcp_save(
-                state.tensors_of(state.build(step, self._rows)) | {"step": torch.tensor(step)},
-                checkpoint_id=self._path,
-            )
-
-    def close(self) -> None:
-        """Nothing is held."""
+            dcp_save(tensors, checkpoint_id=self.root / "checkpoint")
 
 
-@dataclass(frozen=True)
-class PlainSafetensors:
+class SafetensorsSession(Session):
     """safetensors' save_file by each rank into a directory per step, then its name into a text file LATEST."""
 
-    name: str = "safetensors + LATEST"
-    rows: int = 1
-
-    def open(self, root: Path, options: Options) -> SafetensorsSession:
-        return SafetensorsSession(root, self.rows)
-
-
-class SafetensorsSession:
-    def __init__(self, root: Path, rows: int) -> None:
-        self._root, self._rows = root, rows
+    @property
+    def _file(self) -> str:
+        return f"rank_{dist.get_rank() if dist.is_initialized() else 0}.safetensors"
 
     def load(self) -> Loaded | None:
-        latest = self._root / "LATEST"
+        latest = self.root / "LATEST"
         if not latest.exists():
             return None
-        made = state.build(0, self._rows)
         name = latest.read_text()
-        path = self._root / name / f"rank_{ranks_here().rank}.safetensors"
-        _fill(made, load_file(path))
-        return _recognised(made, int(name.removeprefix("step_")), self._rows)
+        saved = load_file(self.root / name / self._file)
+        for key, value in _local(self.made).items():
+            value.copy_(saved[key])
+        step = int(name.removeprefix("step_"))
+        return self.loaded(step, [step], tensors_only=True)
 
     def save(self, step: int) -> None:
-        ranks, directory = ranks_here(), self._root / f"step_{step}"
+        directory = self.root / f"step_{step}"
         directory.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            name: _local(value).contiguous()
-            for name, value in state.tensors_of(state.build(step, self._rows)).items()
-        }
-        save_file(tensors, directory / f"rank_{ranks.rank}.safetensors")
+        tensors = _local(state.build(step, self.rows))
+        save_file({k: v.contiguous() for k, v in tensors.items()}, directory / self._file)
         if dist.is_initialized():
             dist.barrier()
-        if ranks.rank == 0:
-            (self._root / "LATEST").write_text(directory.name)
-
-    def close(self) -> None:
-        """Nothing is held."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            (self.root / "LATEST").write_text(directory.name)
 
 
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+def _local(made: SimpleNamespace) -> dict[str, torch.Tensor]:
+    return {
+        name: (value.to_local() if isinstance(value, DTensor) else value).detach()
+        for name, value in state.tensors_of(made).items()
+    }
 
 
-def _fill(made: SimpleNamespace, saved: dict[str, torch.Tensor]) -> None:
-    for name, value in state.tensors_of(made).items():
-        _local(value).copy_(saved[name])
+def _ours(name: str, **keys: Any) -> Subject:
+    return Subject(f"automodel_ckpt {name}", OursSession, tuple(keys.items()))
 
 
-def _recognised(made: SimpleNamespace, step: int, rows: int) -> Loaded:
-    known = state.digest(made, tensors_only=True) == state.expected(step, rows, tensors_only=True)
-    return Loaded(step, step if known else None)
-
-
-OURS = (Ours("safetensors"), Ours("torch_save"), Ours("safetensors", "hf"))
-OURS_ASYNC = tuple(replace(subject, is_async=True) for subject in OURS)
-OURS_INCREMENTAL = (
-    Ours("safetensors", incremental=True),
-    Ours("safetensors", is_async=True, incremental=True),
+_FORMATS: dict[str, dict[str, Any]] = {
+    "safetensors": {},
+    "torch_save": {"model_save_format": "torch_save"},
+    "hf": {"model_layout": "hf"},
+}
+OURS = tuple(_ours(name, **keys) for name, keys in _FORMATS.items())
+OURS_ASYNC = tuple(
+    _ours(f"{name}, asynchronous", **keys, is_async=True) for name, keys in _FORMATS.items()
 )
-BASELINES = (PlainDcp(), PlainSafetensors())
+OURS_INCREMENTAL = (
+    _ours("safetensors, incremental", incremental=True),
+    _ours("safetensors, asynchronous, incremental", is_async=True, incremental=True),
+)
+"""They share the file of the frozen parameter with the checkpoint before."""
+BASELINES = (
+    Subject("torch DCP, in place", DcpSession),
+    Subject("safetensors + LATEST", SafetensorsSession),
+)
+NO_START, RANKS_DIFFER, NOTHING = "no start", "ranks differ", "starts from nothing"
+MIXTURE = "a mixture, unnoticed"
 
 
-def all_ranks(values: list[Any]) -> Any:
-    """The value that all ranks agree on; None where they do not."""
-    return values[0] if all(value == values[0] for value in values) else None
+def failed(what: str, outcomes: Sequence[Outcome]) -> list[str]:
+    """The ranks whose job failed, with their errors."""
+    return [f"{what} on rank {r}: {o.error or 'died'}" for r, o in enumerate(outcomes) if not o.ok]
+
+
+def found(outcomes: Sequence[Outcome]) -> tuple[str, Loaded | None]:
+    """What the starts of all ranks found: (what is wrong with it, else an empty text; what was loaded)."""
+    if failed("", outcomes):
+        return NO_START, None
+    first, *others = [outcome.value for outcome in outcomes]
+    if any(other != first for other in others):
+        return RANKS_DIFFER, None
+    if first is None:
+        return NOTHING, None
+    return (MIXTURE if first.seed is None else ""), first

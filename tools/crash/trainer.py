@@ -6,15 +6,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.servers.command_server import CommandServer
-from tools.crash.endurance import kill_session, members
-
-ROOT = Path(__file__).parents[2]
+from tools.support import ROOT, environment
 
 
 class Mark(NamedTuple):
@@ -32,7 +30,7 @@ class Trainer:
     commands: CommandServer
     words: Sequence[str]
     directory: Path
-    environment: Mapping[str, str]
+    variables: Mapping[str, str]
     pid: int = 0
     code: int | None = None
     _marks: dict[int, tuple[int, list[Mark]]] = field(default_factory=dict)
@@ -45,7 +43,7 @@ class Trainer:
                 "ckpt-train",
                 *self.words,
                 cwd=ROOT,
-                env={**os.environ, **self.environment, **variables},
+                env=environment(**self.variables, **variables),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -81,10 +79,6 @@ class Trainer:
         self._marks[rank] = (done + len(whole), known)
         return known
 
-    def ranks(self) -> dict[int, int]:
-        """The process ids of the ranks that run on this node, by local rank: the launcher forks them in this order."""
-        return dict(enumerate(forked_ranks(self.pid)))
-
     def orphans(self, seconds: float = 2.0) -> list[int]:
         """Processes of the command that are left so long after its end."""
         end = time.monotonic() + seconds
@@ -100,29 +94,52 @@ class Trainer:
 
     def send(self, target: str, number: signal.Signals) -> float:
         """Send a signal to ``launcher``, ``rank0`` or ``rank1``; the instant. ProcessLookupError when it is gone."""
-        pid = self._pid_of(target)
-        if pid is None:
-            raise ProcessLookupError(target)
-        os.kill(pid, number)
+        os.kill(self._pid_of(target), number)
         return time.monotonic()
 
     def listens(self, target: str) -> bool:
         """Whether it is there and has a handler for SIGUSR1; before, a signal does what the system lets it do."""
         try:
             status = Path(f"/proc/{self._pid_of(target)}/status").read_text().splitlines()
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
         caught = next((line.split()[1] for line in status if line.startswith("SigCgt:")), "0")
         return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
 
-    def _pid_of(self, target: str) -> int | None:
-        return self.pid if target == "launcher" else self.ranks().get(int(target[-1]))
+    def _pid_of(self, target: str) -> int:
+        if target == "launcher":
+            return self.pid
+        try:
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+            # The launcher forks the ranks in their order.
+            return sorted(map(int, children))[int(target[-1])]
+        except (FileNotFoundError, IndexError):
+            raise ProcessLookupError(target) from None
 
 
-def forked_ranks(launcher: int) -> list[int]:
-    """The process ids of the ranks that run, which a launcher has forked."""
-    try:
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    except FileNotFoundError:
-        return []
-    return sorted(map(int, children))
+def kill_session(session: int) -> None:
+    """Send SIGKILL to every process of the session, until none is left."""
+    # With `nice` on a busy machine, it can take half a minute until they have released their memory.
+    end = time.monotonic() + 180
+    while left := [*members(session)]:
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if time.monotonic() > end:
+            raise RuntimeError(f"processes {left} do not end")
+        time.sleep(0.01)
+
+
+def members(session: int) -> Iterator[int]:
+    for entry in os.listdir("/proc"):
+        try:
+            if entry.isdigit() and os.getsid(int(entry)) == session and not _is_zombie(entry):
+                yield int(entry)
+        except (ProcessLookupError, FileNotFoundError):
+            continue
+
+
+def _is_zombie(pid: str) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

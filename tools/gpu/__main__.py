@@ -16,52 +16,44 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
-from tools.bench.rounds import ROOT
 from tools.gpu import goals, machine
 from tools.gpu.session import Figures, PartRun, Session, StopRequested, raise_on_signals
+from tools.support import ROOT, parser_of
 
 PART_SECONDS = 480.0
 """The most that a part takes."""
 _SCRATCH = "ckpt-gpu-"
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part: its module in :mod:`tools.gpu.parts`, and about how many seconds it needs."""
-
-    module: str
-    seconds: float
-
-    @property
-    def run(self) -> Callable[[PartRun], None]:
-        """The function of the part."""
-        function: Callable[[PartRun], None] = import_module(f"tools.gpu.parts.{self.module}").run
-        return function
-
-    @property
-    def summary(self) -> str:
-        """The first line of the module's docstring."""
-        return (import_module(f"tools.gpu.parts.{self.module}").__doc__ or "").splitlines()[0]
-
-
-PARTS = {
-    "tests": Part("gpu_tests", 300),
-    "lora": Part("lora", 270),
-    "packing": Part("packing", 120),
-    "head": Part("head", 60),
-    "full": Part("full", 270),
-    "saves": Part("saves", 240),
-    "numerics": Part("numerics", 120),
-    "vlm": Part("vlm", 90),
+PARTS: dict[str, float] = {
+    "tests": 300,
+    "lora": 270,
+    "packing": 120,
+    "head": 60,
+    "full": 270,
+    "saves": 240,
+    "numerics": 120,
+    "vlm": 90,
 }
-"""All parts in the order of `make gpu`, so that those with the same base follow each other; less than 30 minutes."""
+"""All parts in the order of `make gpu`, so that those with the same base follow each other, and about how many seconds
+each needs: less than 30 minutes. A part is a module of :mod:`tools.gpu.parts` with a function ``run(part)``."""
+
+
+def module_of(part: str) -> Any:
+    """The module of a part. pytest would collect one with the name ``tests``."""
+    return import_module(f"tools.gpu.parts.{'gpu_tests' if part == 'tests' else part}")
+
+
+def summary_of(part: str) -> str:
+    """The first line of the module's docstring."""
+    return (module_of(part).__doc__ or "").splitlines()[0]
 
 
 def main() -> int:
@@ -69,8 +61,8 @@ def main() -> int:
     given = parser.parse_args()
     out = Path(given.out or os.environ.get("OUT") or ROOT / "runs" / "gpu").resolve()
     if given.list:
-        for name, part in PARTS.items():
-            print(f"{name:10} {part.seconds:4.0f} s  {part.summary}")
+        for name, seconds in PARTS.items():
+            print(f"{name:10} {seconds:4.0f} s  {summary_of(name)}")
         return 0
     if given.report or given.docs:
         return goals.report(out, docs=given.docs)
@@ -97,7 +89,7 @@ def _named(text: str) -> tuple[str, float]:
     if name not in PARTS:
         raise ValueError(f"no such part: {name}; there are {', '.join(PARTS)}")
     if not is_given:
-        return name, PARTS[name].seconds
+        return name, PARTS[name]
     try:
         number = float(seconds)
     except ValueError:
@@ -108,23 +100,13 @@ def _named(text: str) -> tuple[str, float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, prog="python -m tools.gpu")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--out", metavar="DIR", help="where the figures go")
     parser.add_argument("--dry-run", action="store_true", help="tiny models, on the CPU")
-    parser.add_argument(
-        "--minutes", type=float, default=30.0, help="the most that this call takes (default: 30)"
-    )
-    parser.add_argument(
-        "--only",
-        metavar="PATTERN",
-        default="",
-        help="leave out measurements whose name does not contain this regular expression",
-    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="the most that it takes (30)")
+    only = "leave out measurements whose name does not contain this regular expression"
+    parser.add_argument("--only", metavar="PATTERN", default="", help=only)
     parser.add_argument("--list", action="store_true", help="list the parts")
     parser.add_argument("--report", action="store_true", help="compare the figures with the goals")
     parser.add_argument("--docs", action="store_true", help="write them to docs/performance.md")
@@ -169,15 +151,15 @@ def share(wanted: list[float], seconds_left: float) -> float:
 
 def run_part(name: str, session: Session, seconds: float) -> int:
     """Run one part for at most some *seconds*; returns the number of measurements that failed."""
-    print(f"{name} (at most {seconds:.0f} s): {PARTS[name].summary}", flush=True)
+    print(f"{name} (at most {seconds:.0f} s): {summary_of(name)}", flush=True)
     part = PartRun(session, name, seconds)
     try:
-        PARTS[name].run(part)
+        module_of(name).run(part)
     except StopRequested as stop:
-        part.results.end(f"stopped by {stop}")
+        part.write(f"stopped by {stop}")
         raise
-    part.results.end("done")
-    return len(part.results.failed)
+    part.write("done")
+    return len(part.failed)
 
 
 def _prepare_environment(is_dry_run: bool) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench.report import write_block
-from tools.gpu.results import read_all
+from tools.gpu.session import read_all
+from tools.support import write_block
 
 DATASHEET_TFLOPS = 989.0
 """Dense bfloat16 rate of H100 and H200 in their datasheets, which torchtitan's MFU refers to."""
 Parts = Mapping[str, Mapping[str, Any]]
+Value = Callable[[Parts], float | None]
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Goal:
 
     text: str
     reference: str
-    value: Callable[[Parts], float | None]
+    value: Value
     least: float | None = None
     most: float | None = None
 
@@ -37,69 +39,28 @@ class Goal:
         return self.most is not None and value <= self.most
 
 
-def figure(parts: Parts, part: str, name: str, key: str) -> float | None:
-    """One figure of a measurement; None if it was not measured."""
-    figures = parts.get(part, {}).get("figures", {}).get(name, {})
-    value = figures.get(key)
-    return None if value is None else float(value)
+def largest(parts: Parts, part: str, pattern: str, key: str) -> float | None:
+    """The largest figure of a part's measurements whose names begin with *pattern*; None if none was measured."""
+    found = []
+    for name, figures in parts.get(part, {}).get("figures", {}).items():
+        if re.match(pattern, name) and figures.get(key) is not None:
+            found.append(float(figures[key]))
+    return max(found, default=None)
 
 
-def ratio(above: float | None, below: float | None) -> float | None:
+def of(part: str, pattern: str, key: str) -> Value:
+    """What computes :func:`largest`."""
+    return lambda parts: largest(parts, part, pattern, key)
+
+
+def ratio(above: Value, below: Value) -> Value:
     """The quotient of two figures; None if one of them is missing or the second is 0."""
-    return above / below if above is not None and below else None
 
+    def value(parts: Parts) -> float | None:
+        first, second = above(parts), below(parts)
+        return first / second if first is not None and second else None
 
-def _speed(parts: Parts, part: str, name: str) -> float | None:
-    return figure(parts, part, name, "tokens_per_second")
-
-
-def best(parts: Parts, part: str, beginning: str, key: str) -> float | None:
-    """The largest figure of a part's measurements whose names have this *beginning*."""
-    found = []
-    for name in parts.get(part, {}).get("figures", {}):
-        value = figure(parts, part, name, key) if name.startswith(beginning) else None
-        if value is not None:
-            found.append(value)
-    return max(found, default=None)
-
-
-def _worst_head(parts: Parts, layer: str, key: str) -> float | None:
-    found = []
-    for tokens in (4096, 8192):
-        value = figure(parts, "head", f"{tokens} tokens, {layer} layer, default", key)
-        if value is not None:
-            found.append(value)
-    return max(found, default=None)
-
-
-def _lora_speed(parts: Parts) -> float | None:
-    return _speed(parts, "lora", "ours, defaults")
-
-
-def _lora_ratio(parts: Parts) -> float | None:
-    return ratio(_lora_speed(parts), _speed(parts, "lora", "bare"))
-
-
-def _full_mfu(parts: Parts) -> float | None:
-    tflops = best(parts, "full", "ours", "tflops")
-    return None if tflops is None else tflops / DATASHEET_TFLOPS
-
-
-def _short_answers(parts: Parts) -> float | None:
-    ours = best(parts, "packing", "ours", "tokens_per_second")
-    return ratio(ours, _speed(parts, "packing", "bare, padded"))
-
-
-def _stall(parts: Parts) -> float | None:
-    return figure(parts, "saves", "asynchronous saves", "stall_in_copies")
-
-
-def _steps_while_saving(parts: Parts) -> float | None:
-    return figure(parts, "saves", "asynchronous saves", "step_while_saving")
-
-
-def _resume(parts: Parts) -> float | None:
-    return figure(parts, "saves", "kill and resume", "is_equal")
+    return value
 
 
 def _forecast(parts: Parts) -> float | None:
@@ -112,32 +73,58 @@ def _forecast(parts: Parts) -> float | None:
     return max(found, default=None)
 
 
+_SPEED, _MEMORY = "tokens_per_second", "memory_in_full_logits"
+_LORA = of("lora", "ours, defaults$", _SPEED)
+_MFU = ratio(of("full", "ours", "tflops"), lambda _: DATASHEET_TFLOPS)
+_PACKED = ratio(of("packing", "ours", _SPEED), of("packing", "bare, padded$", _SPEED))
+_HEAD = "(4096|8192) tokens, {} layer, default$"
+_ASYNC = "asynchronous saves$"
 GOALS = (
-    Goal("LoRA r16, 8B, recipe defaults: tokens/s", "AutoModel, H100: 12,473", _lora_speed, 13_700),
-    Goal("LoRA r16, 8B: ours / bare PEFT loop", "1.0", _lora_ratio, 0.97),
-    Goal("full fine-tuning, 8B: MFU", "torchtitan, H100: 0.39 with compile", _full_mfu, 0.45),
+    Goal("LoRA r16, 8B, recipe defaults: tokens/s", "AutoModel, H100: 12,473", _LORA, 13_700),
+    Goal(
+        "LoRA r16, 8B: ours / bare PEFT loop",
+        "1.0",
+        ratio(_LORA, of("lora", "bare$", _SPEED)),
+        0.97,
+    ),
+    Goal("full fine-tuning, 8B: MFU", "torchtitan, H100: 0.39 with compile", _MFU, 0.45),
     Goal(
         "loss head: time / its three products",
         "",
-        lambda parts: _worst_head(parts, "trained", "time_in_products"),
+        of("head", _HEAD.format("trained"), "time_in_products"),
         most=1.25,
     ),
     Goal(
         "loss head, frozen: memory / full logits",
         "",
-        lambda parts: _worst_head(parts, "frozen", "memory_in_full_logits"),
+        of("head", _HEAD.format("frozen"), _MEMORY),
         most=0.2,
     ),
     Goal(
         "loss head, trained, with its gradient: memory",
         "",
-        lambda parts: _worst_head(parts, "trained", "memory_in_full_logits"),
+        of("head", _HEAD.format("trained"), _MEMORY),
         most=0.2,
     ),
-    Goal("short answers: useful tokens/s / padded", "1.0", _short_answers, 3.0),
-    Goal("async save of 1B: stall / copy to the host", "1.0", _stall, most=1.1),
-    Goal("async save of 1B: step time while saving", "1.0", _steps_while_saving, most=1.03),
-    Goal("resume after kill -9, deterministic: bit-equal", "", _resume, 1.0),
+    Goal("short answers: useful tokens/s / padded", "1.0", _PACKED, 3.0),
+    Goal(
+        "async save of 1B: stall / copy to the host",
+        "1.0",
+        of("saves", _ASYNC, "stall_in_copies"),
+        most=1.1,
+    ),
+    Goal(
+        "async save of 1B: step time while saving",
+        "1.0",
+        of("saves", _ASYNC, "step_while_saving"),
+        most=1.03,
+    ),
+    Goal(
+        "resume after kill -9, deterministic: bit-equal",
+        "",
+        of("saves", "kill and resume$", "is_equal"),
+        1.0,
+    ),
     Goal("memory: forecast against the peak, worst case", "", _forecast, most=0.10),
 )
 
@@ -183,44 +170,25 @@ def report(directory: Path, *, docs: bool) -> int:
 
 
 def as_markdown(parts: Parts) -> str:
-    """The generated section of docs/performance.md."""
-    lines = []
-    for machine in _machines(parts):
-        lines.append(machine)
-    lines += ["", "| | reference | goal | measured | met |", "|---|---|---|---:|---|"]
-    for row in rows_of(parts):
-        lines.append(f"| {' | '.join(row)} |")
-    lines += ["", *_tests_lines(parts)]
-    return "\n".join(lines).rstrip()
-
-
-def _machines(parts: Parts) -> list[str]:
-    """A line for each machine and date; usually one."""
-    found: dict[str, list[str]] = {}
+    """The generated section of docs/performance.md: machines (usually one), goals, tests."""
+    machines: dict[str, list[str]] = {}
     for name, part in parts.items():
         machine = part["machine"]
-        gpu = machine["gpu"].split(",")
-        text = (
-            f"{gpu[0]}, driver {gpu[1].strip()}, torch {machine['torch']}, transformers {machine['transformers']}, "
-            f"peft {machine['peft']}, Python {machine['python']}, {machine['kernel']}, {machine['date']}"
-        )
-        if machine["commit"]:
-            text += f", commit {machine['commit']}"
-        found.setdefault(text, []).append(name)
+        gpu, driver, *_ = (word.strip() for word in machine["gpu"].split(","))
+        words = [gpu, f"driver {driver}"]
+        words += [f"{key} {machine[key]}" for key in ("torch", "transformers", "peft")]
+        words += [f"Python {machine['python']}", machine["kernel"], machine["date"]]
+        words += [f"commit {machine['commit']}"] if machine["commit"] else []
+        machines.setdefault(", ".join(words), []).append(name)
     lines = []
-    for text, names in found.items():
-        of_parts = f" ({', '.join(names)})" if len(found) > 1 else ""
+    for text, names in machines.items():
+        of_parts = f" ({', '.join(names)})" if len(machines) > 1 else ""
         lines.append(f"{text}{of_parts}.")
-    return lines
-
-
-def _tests_lines(parts: Parts) -> list[str]:
-    tests = parts.get("tests")
-    if tests is None:
-        return ["tests/gpu was not run."]
+    lines += ["", "| | reference | goal | measured | met |", "|---|---|---|---:|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows_of(parts)]
+    if (tests := parts.get("tests")) is None:
+        return "\n".join([*lines, "", "tests/gpu was not run."])
     outcomes = tests["figures"].get("outcomes", {})
     words = [f"{count} {name}" for name, count in outcomes.items()]
-    lines = [f"tests/gpu: {', '.join(words) or 'no result'}."]
-    for name in tests["failed"]:
-        lines.append(f"* failed: `{name}`")
-    return lines
+    failed = [f"* failed: `{name}`" for name in tests["failed"]]
+    return "\n".join([*lines, "", f"tests/gpu: {', '.join(words) or 'no result'}.", *failed])

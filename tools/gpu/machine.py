@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tools.bench.rounds import ROOT
+from tools.support import ROOT
 
 
 def version_of(distribution: str) -> str | None:

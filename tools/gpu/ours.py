@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.session import Figures
+from tools.gpu.session import Figures, PartRun
 from tools.gpu.shapes import Work
 
 LORA = {"peft": {"r": 16, "alpha": 32}}
@@ -84,6 +84,24 @@ def forecast_bytes(directory: Path) -> int:
     return plan(recipe, Sizes()).memory.total
 
 
+def run_case(
+    part: PartRun,
+    name: str,
+    work: Work,
+    base: Path,
+    changes: Mapping[str, Any],
+    flops: float = 0.0,
+    *,
+    forecasts: bool = False,
+    limit: float = 150,
+) -> None:
+    """Measure the recipe with *changes*."""
+    directory = part.session.scratch / part.name
+    recipe = merged(recipe_of(work, base, directory), changes)
+    arguments = (name, recipe, directory, work.warm_up, flops, forecasts)
+    part.measure(name, measure, *arguments, limit=limit)
+
+
 def measure(
     name: str,
     recipe: Mapping[str, Any],
@@ -118,17 +136,3 @@ def with_rates(figures: dict[str, Any], flops_per_token: float) -> dict[str, Any
     """Figures with the floating-point operations per second."""
     rate = figures["tokens_per_second"] * flops_per_token
     return {**figures, "tflops": rate / 1e12, "flops_per_token": flops_per_token}
-
-
-def log_lines(directory: Path) -> list[dict[str, Any]]:
-    """The lines of ``training.jsonl`` of a run; empty without one. An unfinished last line is ignored."""
-    lines = []
-    path = directory / "training.jsonl"
-    if not path.is_file():
-        return []
-    for line in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
-    return lines

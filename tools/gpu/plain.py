@@ -9,6 +9,7 @@ from typing import Any
 
 from tools.gpu import ours
 from tools.gpu.shapes import Work
+from tools.support import step_lines
 
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -142,7 +143,7 @@ def losses(base: Path, device: str, global_batches: Iterable[list[Sample]]) -> l
 
 def logged_losses(directory: Path) -> list[float]:
     """The losses in ``training.jsonl`` of a run; NaN for those that are no number, which JSON has as null."""
-    losses = [line["loss"] for line in ours.log_lines(directory) if "event" not in line]
+    losses = [line["loss"] for line in step_lines(directory / "training.jsonl")]
     return [math.nan if loss is None else loss for loss in losses]
 
 

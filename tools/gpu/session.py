@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import re
-import select
+import shutil
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
-
-from tools.gpu.results import NOT_RUN, Results, finite
 
 Figures = Iterator[tuple[str, Mapping[str, Any]]]
 """What a measurement yields: the name and the figures of each result, as soon as it is known."""
@@ -33,6 +34,9 @@ LEAST_SECONDS = 3.0
 """A measurement is not started with less time left."""
 _TAIL_LINES = 25
 _PR_SET_PDEATHSIG = 1
+_STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+RUNNING = "running"
+"""The value of ``ended`` in the file of a part that has not ended, or whose process was killed."""
 _END = "end"
 _TIMEOUT = "timeout"
 
@@ -70,19 +74,70 @@ class Session:
 
 
 class PartRun:
-    """One part of a call: its figures, and the time that it has left."""
+    """One part of a call: its figures by the name of the measurement, what failed, and the time that it has left.
+
+    Its file is replaced after each change by a rename, so that whoever stops the process finds complete JSON.
+    """
 
     def __init__(self, session: Session, part: str, seconds: float) -> None:
-        self.session = session
-        self.deadline = time.monotonic() + seconds
-        self.results = Results(
-            session.out / f"{part}.json", part, session.machine, is_dry_run=session.is_dry_run
-        )
+        self.session, self.name = session, part
+        self.started = time.monotonic()
+        self.deadline = self.started + seconds
+        self.figures: dict[str, Mapping[str, Any]] = {}
+        self.failed: dict[str, str] = {}
+        """A reason for each measurement that has no figures, or not all, and the end of its output."""
+        self._content: dict[str, Any] = {
+            "part": part,
+            "is_dry_run": session.is_dry_run,
+            "machine": dict(session.machine),
+            "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        self.write(RUNNING)
 
     @property
     def seconds_left(self) -> float:
         """Seconds until the part has to end."""
         return self.deadline - time.monotonic()
+
+    def write(self, ended: str = RUNNING) -> None:
+        """Write the file; *ended* is ``done`` or why the part was stopped."""
+        self._content |= {"seconds": round(time.monotonic() - self.started, 1), "ended": ended}
+        content = {**self._content, "figures": self.figures, "failed": self.failed}
+        path = self.session.out / f"{self.name}.json"
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(json.dumps(finite(content), indent=1) + "\n")
+        os.replace(partial, path)
+
+    def add(self, name: str, figures: Mapping[str, Any]) -> None:
+        """Write the figures of a measurement."""
+        self.figures[name] = dict(figures)
+        self.write()
+
+    def fail(self, name: str, reason: str) -> None:
+        """Write that a measurement has no figures, or not all."""
+        self.failed[name] = reason
+        self.write()
+
+    def base(self, config: Mapping[str, Any], key: str = "", auto_class: str = "") -> Path | None:
+        """The directory of a base of these shapes, which the first part that needs it writes; None if that failed."""
+        from tools.gpu.shapes import TINY, write_base
+
+        session = self.session
+        key = key or str(config["hidden_size"])
+        if key not in session.bases:
+            directory = session.scratch / f"base-{key}"
+            shapes = TINY if session.is_dry_run and not auto_class else config
+            arguments = (shapes, directory, session.device, auto_class or "AutoModelForCausalLM")
+            if not self.measure(BASE, write_base, *arguments, limit=180):
+                return None
+            session.bases[key] = directory
+        return session.bases[key]
+
+    def remove_base(self, key: str) -> None:
+        """Remove a base, if there is one; a later part writes it again."""
+        directory = self.session.bases.pop(key, None)
+        if directory is not None:
+            shutil.rmtree(directory)
 
     def measure(
         self, name: str, measurement: Measurement, *arguments: Any, limit: float = 480.0
@@ -97,30 +152,28 @@ class PartRun:
             return {}
         seconds = min(limit, self.seconds_left)
         if seconds < LEAST_SECONDS:
-            self.results.fail(name, f"{NOT_RUN}: the time of the part was over")
+            self.fail(name, "not run: the time of the part was over")
             return {}
         print(f"  {name} ...", flush=True)
         started = time.monotonic()
         output = self.session.scratch / "output.log"
         found: dict[str, Mapping[str, Any]] = {}
-        reason = _run_child(self._receive(found), output, measurement, arguments, seconds)
+
+        def receive(result: str, figures: Any) -> None:
+            found[result] = figures
+            self.add(result, figures)
+            print(f"    {result}: {short_text(figures)}", flush=True)
+
+        reason = _run_child(receive, output, measurement, arguments, seconds)
         text = output.read_text(errors="replace")
         with open(self.session.log, "a") as log:
-            log.write(f"==== {self.results.content['part']}: {name}\n{text}\n")
+            log.write(f"==== {self.name}: {name}\n{text}\n")
         if reason is not None:
             tail = "\n".join(text.splitlines()[-_TAIL_LINES:])
-            self.results.fail(name, f"{reason}\n{tail}".strip())
+            self.fail(name, f"{reason}\n{tail}".strip())
         took = time.monotonic() - started
         print(f"    {took:.1f} s" + (f", FAILED: {reason}" if reason else ""), flush=True)
         return found
-
-    def _receive(self, found: dict[str, Mapping[str, Any]]) -> Callable[[str, Any], None]:
-        def receive(name: str, figures: Any) -> None:
-            found[name] = figures
-            self.results.add(name, figures)
-            print(f"    {name}: {short_text(figures)}", flush=True)
-
-        return receive
 
 
 def short_text(figures: Mapping[str, Any]) -> str:
@@ -145,58 +198,49 @@ def _run_child(
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    read_end, write_end = os.pipe()
+    reader, writer = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
-        os.close(read_end)
-        _be_child(parent, write_end, output, measurement, arguments)
-    os.close(write_end)
+        _be_child(parent, writer, output, measurement, arguments)
+    writer.close()
     status = None
     try:
-        end = _read_figures(read_end, receive, time.monotonic() + seconds)
+        end = _receive_all(reader, receive, time.monotonic() + seconds)
         if end is None:
             # Without a report, the child has ended, or ends now. Its exit status states how; a signal would hide it.
             status = os.waitpid(child, 0)[1]
     finally:
-        os.close(read_end)
+        reader.close()
         _kill_group(child)
         if status is None:
             os.waitpid(child, 0)
     if status is not None:
         return f"its process ended with {os.waitstatus_to_exitcode(status)} before it was done"
-    if end == _TIMEOUT:
-        return f"stopped after {seconds:.0f} s"
-    return end or None
+    return f"stopped after {seconds:.0f} s" if end == _TIMEOUT else end or None
 
 
-def _read_figures(
-    read_end: int, receive: Callable[[str, Any], None], deadline: float
+def _receive_all(
+    reader: Connection, receive: Callable[[str, Any], None], deadline: float
 ) -> str | None:
     """Receive figures until the child reports how it ends: its error, or an empty text.
 
     Returns ``timeout`` if it is not done at the *deadline*, and None if it died without a report.
     """
-    unread = b""
-    while True:
-        left = max(deadline - time.monotonic(), 0.0)
-        ready, _, _ = select.select([read_end], [], [], left)
-        if not ready:
-            return _TIMEOUT
-        received = os.read(read_end, 1 << 16)
-        if not received:
+    while reader.poll(max(deadline - time.monotonic(), 0.0)):
+        try:
+            name, figures = reader.recv()
+        except EOFError:
             return None
-        *lines, unread = (unread + received).split(b"\n")
-        for line in lines:
-            name, figures = json.loads(line)
-            # Not the end of the pipe: a process that the child has left behind may hold it open.
-            if name == _END:
-                return str(figures)
-            receive(name, figures)
+        # Not the end of the pipe: a process that the child has left behind may hold it open.
+        if name == _END:
+            return str(figures)
+        receive(name, figures)
+    return _TIMEOUT
 
 
 def _be_child(
     parent: int,
-    write_end: int,
+    writer: Connection,
     output: Path,
     measurement: Measurement,
     arguments: tuple[Any, ...],
@@ -206,28 +250,22 @@ def _be_child(
     try:
         os.setpgid(0, 0)
         die_with(parent)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in _STOPS:
             signal.signal(number, signal.SIG_DFL)
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         for name, figures in measurement(*arguments):
-            _send(write_end, name, figures)
+            writer.send((name, finite(dict(figures))))
     except BaseException as error:
         traceback.print_exc()
         end = f"{type(error).__name__}: {str(error)[:500]}"
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        _send(write_end, _END, end)
+        writer.send((_END, end))
         # Without the interpreter's teardown, which can wait for threads of CUDA and of process groups.
         os._exit(0)
-
-
-def _send(write_end: int, name: str, figures: Any) -> None:
-    line = json.dumps([name, finite(figures)]).encode() + b"\n"
-    while line:
-        line = line[os.write(write_end, line) :]
 
 
 def die_with(parent: int) -> None:
@@ -252,5 +290,29 @@ def raise_on_signals() -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         raise StopRequested(number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    for number in _STOPS:
         signal.signal(number, stop)
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON does not have (NaN, infinities) by None, at any depth."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def read_all(directory: Path) -> dict[str, dict[str, Any]]:
+    """Read the files of all parts in a directory, by part. Files that are not of this tool are ignored."""
+    found = {}
+    for path in sorted(directory.glob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+        except ValueError:
+            continue
+        if isinstance(content, dict) and {"part", "figures"} <= content.keys():
+            found[content["part"]] = content
+    return found

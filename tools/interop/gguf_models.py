@@ -16,7 +16,6 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from automodel_ckpt.convert.formats.gguf.architectures import Architecture
 from automodel_ckpt.convert.formats.gguf.pre_tokenizers import (
     BYTES_AND_WORDS,
     PRE_TOKENIZERS,
@@ -162,6 +161,14 @@ class TinyModel:
             model = wide
         return model.eval()
 
+    def path_in(self, parent: Path) -> Path:
+        """The directory with the name of the model."""
+        return parent / self.name.replace(",", "").replace(" ", "-").lower()
+
+    def save_in(self, parent: Path) -> Path:
+        """Write Hugging Face files to :meth:`path_in`."""
+        return self.save(self.path_in(parent))
+
     def save(self, directory: Path) -> Path:
         """Write Hugging Face files."""
         self.build().save_pretrained(directory)
@@ -216,6 +223,7 @@ MODELS: tuple[TinyModel, ...] = (
 """What is exported to GGUF: every architecture, kind of tokenizer and scaling of positions."""
 
 
-def covers(architecture: Architecture) -> bool:
-    """Return whether a model above has the architecture."""
-    return any(model.model_type == architecture.model_type for model in MODELS)
+def model_named(name: str) -> TinyModel:
+    """A model of the table."""
+    (model,) = [model for model in MODELS if model.name == name]
+    return model

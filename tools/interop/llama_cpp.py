@@ -15,11 +15,9 @@ from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.targets.flow import export_to
-from tools.interop.environments import Environment
-from tools.interop.gguf_models import MODELS, TinyModel
-from tools.interop.program import Check, Program, Workplace
+from tools.interop.gguf_models import MODELS, TinyModel, model_named
+from tools.interop.program import Check, Workplace
 
-_ASK = Path(__file__).resolve().parent / "scripts" / "llama_cpp_answers.py"
 _VOCABULARY = 520
 _NUM_TOKENS = 24
 _END = 2
@@ -54,19 +52,14 @@ def checks(place: Workplace) -> Iterator[Check]:
     """Compare tokenization, greedy tokens and log probabilities."""
     jobs = []
     for model in MODELS:
-        source = model.save(place.directory / _file_name(model.name))
+        source = model.save_in(place.directory)
         jobs.append(_job(model.name, source, "F32", model.build(torch.float32)))
     yield from _compared(place, jobs, "F32")
     yield from _pre_tokenizers(place)
     for name in ("Llama 2", "Gemma 3", "Qwen 3"):
-        (model,) = [model for model in MODELS if model.name == name]
-        source = place.directory / _file_name(model.name)
+        source = model_named(name).path_in(place.directory)
         jobs = [_quantized_job(f"{name}, {kind}", source, kind) for kind in _QUANTIZED]
         yield from _compared(place, jobs, "quantized")
-
-
-def _file_name(name: str) -> str:
-    return name.replace(",", "").replace(" ", "-").lower()
 
 
 def _job(name: str, source: Path, kind: str, model: Any) -> _Job:
@@ -117,21 +110,12 @@ def _quantized_job(name: str, source: Path, kind: str) -> _Job:
 
 def _answers(place: Workplace, jobs: list[_Job]) -> list[dict[str, Any]]:
     request = place.directory / "request.json"
-    result = place.directory / "result.json"
-    documents = []
-    for job in jobs:
-        documents.append(
-            {
-                "gguf": str(job.file),
-                "texts": job.texts,
-                "prompts": job.prompts,
-                "num_tokens": _NUM_TOKENS,
-                "vocab": _VOCABULARY,
-            }
-        )
+    sizes = {"num_tokens": _NUM_TOKENS, "vocab": _VOCABULARY}
+    documents = [
+        {"gguf": str(job.file), "texts": job.texts, "prompts": job.prompts, **sizes} for job in jobs
+    ]
     request.write_text(json.dumps(documents))
-    place.run_script(_ASK, request, result)
-    answers: list[dict[str, Any]] = json.loads(result.read_text())
+    answers: list[dict[str, Any]] = place.report("llama_cpp_answers.py", request)
     return answers
 
 
@@ -173,16 +157,6 @@ def _pre_tokenizers(place: Workplace) -> Iterator[Check]:
         jobs.append(_job(known.name, source, "F32", model.build()))
     for job, answer in zip(jobs, _answers(place, jobs), strict=True):
         tokens = sum(a == b for a, b in zip(job.tokens, answer["tokens"], strict=True))
-        yield Check(
-            f"pre-tokenizer {job.name}: tokenization equal",
-            f"{tokens} of {len(job.tokens)} texts",
-            tokens == len(job.tokens),
-        )
-
-
-PROGRAM = Program(
-    name="llama.cpp",
-    environment=Environment("llama_cpp", then=["xllamacpp==2026.10.11549"]),
-    packages=("xllamacpp",),
-    checks=checks,
-)
+        text = f"{tokens} of {len(job.tokens)} texts"
+        good = tokens == len(job.tokens)
+        yield Check(f"pre-tokenizer {job.name}: tokenization equal", text, good)

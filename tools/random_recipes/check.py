@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from tools.random_recipes.draw import STEPS, Recipe, store_of
+from tools.support import MEASURED, environment, program, step_lines
 
 TIMEOUT_SECONDS = 600
 """A start that prints nothing for as long is reported as one that hangs, also on a machine with other work."""
@@ -28,26 +28,14 @@ _MOST_TIMEOUTS = 6
 STOPPED = 75
 REJECTED = 2
 UNUSABLE = 3
-_TIMES = {"timestamp", "tps", "tps_per_gpu", "mem", "seconds", "mfu"}
-"""Fields of a step that differ between two runs of the same recipe."""
 _SAME_DATA = ("label_tokens", "sample_ids")
 """Fields of a step that do not depend on the number of ranks."""
 _COUNTS = {"num_equal", "num_unread"}
 """What `ckpt diff` reports of tensors that are equal."""
-_BY_RANK = (
-    'dropout": 0.1',
-    'dropout_rate": 0.1',
-    "dropout: 0.1",
-    "neftune",
-    '"micro_batch"',
-    "gpt2",
-    "bert",
-)
+_BY_RANK = ['dropout": 0.1', 'dropout_rate": 0.1', "dropout: 0.1", "neftune", '"micro_batch"']
+_BY_RANK += ["gpt2", "bert"]
 """What gives each rank random numbers or negatives of its own. The configurations of GPT-2 and BERT have dropout."""
 _SHOWN_CHARACTERS = 1500
-
-_PROGRAM = str(Path(sys.executable).with_name("ckpt-train"))
-Steps = dict[int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -56,6 +44,10 @@ class Ended:
 
     code: int | None
     output: str
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0 or "Traceback" in self.output
 
     @property
     def problem(self) -> str:
@@ -116,12 +108,8 @@ def _least_steps(recipe: Recipe) -> int:
 def _check_resume(recipe: Recipe, first: Path, copy: Path, step: int) -> Iterator[str]:
     _copy_up_to(first, copy, step)
     ended = _train(recipe, copy, recipe.ranks)
-    what = f"resumed from step {step}"
-    if ended.code != 0 or "Traceback" in ended.output:
-        yield f"{what}: {ended.problem}"
-        return
-    for problem in differences(first, copy):
-        yield f"{what}: {problem}"
+    for problem in [ended.problem] if ended.failed else differences(first, copy):
+        yield f"resumed from step {step}: {problem}"
 
 
 def _check_stop(
@@ -138,38 +126,35 @@ def _check_stop(
         what += ", without its local directory"
         shutil.rmtree(stopped)
     ended = _train(recipe, stopped, recipe.ranks)
-    if ended.code != 0 or "Traceback" in ended.output:
-        yield f"{what}, resumed: {ended.problem}"
-        return
-    for problem in differences(first, stopped):
-        yield f"{what}: {problem}"
+    for problem in [ended.problem] if ended.failed else differences(first, stopped):
+        yield f"{what}, resumed: {problem}"
 
 
 def _check_other_ranks(recipe: Recipe, first: Path, copy: Path, step: int) -> Iterator[str]:
     _copy_up_to(first, copy, step)
     ended = _train(recipe, copy, recipe.other_ranks)
     what = f"resumed from step {step} on {recipe.other_ranks} ranks"
-    if ended.code == REJECTED and "Traceback" not in ended.output:
-        # The global batch may not be a multiple of what the ranks have.
+    # The global batch may not be a multiple of what the ranks have.
+    may_end = {REJECTED, UNUSABLE} if _only_unsharded(recipe) else {REJECTED}
+    if ended.code in may_end and "Traceback" not in ended.output:
         return
-    if ended.code == UNUSABLE and _only_unsharded(recipe) and "Traceback" not in ended.output:
-        return
-    if ended.code != 0 or "Traceback" in ended.output:
+    if ended.failed:
         yield f"{what}: {ended.problem}"
         return
     expected, found = _steps(first), _steps(copy)
     last = STEPS if _least_steps(recipe) == STEPS else min(max(expected), max(found))
+    allowed = _allowed_difference(recipe)
     for number in range(step + 1, last + 1):
         ours, theirs = expected.get(number), found.get(number)
+        problem = ""
         if ours is None or theirs is None:
-            yield f"{what}: no step {number}"
-            return
-        if any(ours.get(key) != theirs.get(key) for key in _SAME_DATA):
-            yield f"{what}: other data in step {number}: {ours} {theirs}"
-            return
-        allowed = _allowed_difference(recipe)
-        if allowed and abs(ours["loss"] - theirs["loss"]) > allowed * abs(ours["loss"]):
-            yield f"{what}: another loss in step {number}: {ours} {theirs}"
+            problem = "is missing"
+        elif any(ours.get(key) != theirs.get(key) for key in _SAME_DATA):
+            problem = "has other data"
+        elif allowed and abs(ours["loss"] - theirs["loss"]) > allowed * abs(ours["loss"]):
+            problem = "has another loss"
+        if problem:
+            yield f"{what}: step {number} {problem}: {ours} {theirs}"
             return
 
 
@@ -189,40 +174,24 @@ def _allowed_difference(recipe: Recipe) -> float | None:
 
 
 def _check_commands(recipe: Recipe, run: Path, work: Path) -> Iterator[str]:
-    ended = _end(_ckpt("verify", str(run)))
-    if ended.code != 0:
-        yield f"ckpt verify: {ended.problem}"
     store = store_of(run)
-    if store.exists():
-        ended = _end(_ckpt("verify", "--deep", f"file://{store}"))
-        if ended.code != 0:
-            yield f"ckpt verify of the store: {ended.problem}"
     kind = ["--merge"] if "peft.r" in recipe.options else ["--to", "hf"]
     newest = _checkpoint(run, max(_saved_steps(run)))
-    ended = _end(_ckpt("export", *kind, str(newest), "--output", str(work / "export")))
-    if ended.code != 0:
-        yield f"ckpt export: {ended.problem}"
+    commands = [["verify", run], ["export", *kind, newest, "--output", work / "export"]]
+    if store.exists():
+        commands.append(["verify", "--deep", f"file://{store}"])
+    for words in commands:
+        ended = _ckpt(*words)
+        if ended.code != 0:
+            yield f"ckpt {words[0]}: {ended.problem}"
 
 
 # ---------------------------------------------------------------- what a run has written
 
 
-def _steps(run: Path) -> Steps:
+def _steps(run: Path) -> dict[int, dict[str, Any]]:
     """The steps of training.jsonl, without the fields that measure time and memory."""
-    records = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
-    return {
-        record["step"]: {key: value for key, value in record.items() if key not in _TIMES}
-        for record in records
-        if "event" not in record
-    }
-
-
-def _validations(run: Path) -> list[dict[str, Any]]:
-    path = run / "validation.jsonl"
-    if not path.exists():
-        return []
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: record[key] for key in record if key not in _TIMES} for record in records]
+    return {line["step"]: line for line in step_lines(run / "training.jsonl", MEASURED)}
 
 
 def _saved_steps(run: Path) -> list[int]:
@@ -250,20 +219,21 @@ def differences(first: Path, second: Path) -> Iterator[str]:
         if ours.get(step) != theirs.get(step):
             yield f"step {step} differs: {ours.get(step)} {theirs.get(step)}"
             break
-    if _validations(first) != _validations(second):
-        yield f"validation.jsonl differs: {_validations(first)} {_validations(second)}"
+    pair = [step_lines(run / "validation.jsonl", MEASURED) for run in (first, second)]
+    if pair[0] != pair[1]:
+        yield f"validation.jsonl differs: {pair[0]} {pair[1]}"
     last = max(_saved_steps(first))
     if last not in _saved_steps(second):
         yield f"the checkpoints are those of {_saved_steps(second)}, not of {_saved_steps(first)}"
         return
-    pair = _checkpoint(first, last), _checkpoint(second, last)
-    yield from _tensor_differences(*pair)
+    ours_last, theirs_last = _checkpoint(first, last), _checkpoint(second, last)
+    yield from _tensor_differences(ours_last, theirs_last)
     for name in ("rng", "dataloader"):
-        yield from _file_differences(pair[0] / name, pair[1] / name)
+        yield from _file_differences(ours_last / name, theirs_last / name)
 
 
 def _tensor_differences(first: Path, second: Path) -> Iterator[str]:
-    ended = _end(_ckpt("diff", "--json", str(first), str(second)))
+    ended = _ckpt("diff", "--json", first, second)
     if ended.code != 0:
         yield f"ckpt diff: {ended.problem}"
         return
@@ -277,22 +247,18 @@ def _tensor_differences(first: Path, second: Path) -> Iterator[str]:
 
 
 def _file_differences(first: Path, second: Path) -> Iterator[str]:
-    names = {
-        str(path.relative_to(directory))
-        for directory in (first, second)
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
-    for name in sorted(names):
+    both = (first, second)
+    found = [path.relative_to(each) for each in both for path in each.rglob("*") if path.is_file()]
+    for name in sorted(set(found)):
         ours, theirs = first / name, second / name
         if not (ours.exists() and theirs.exists()):
             yield f"only one checkpoint has {first.name}/{name}"
-        elif ours.read_bytes() != theirs.read_bytes() and not _are_equal_values(ours, theirs):
+        elif ours.read_bytes() != theirs.read_bytes() and not _are_equal(ours, theirs):
             yield f"{first.name}/{name} differs"
 
 
-def _are_equal_values(first: Path, second: Path) -> bool:
-    """Whether two files of objects have equal values: pickle writes equal numbers and mappings in more than one way."""
+def _are_equal(first: Path, second: Path) -> bool:
+    """Whether two files have equal values: pickle writes equal numbers and mappings in more than one way."""
     return _is_equal(_values_in(first), _values_in(second))
 
 
@@ -328,18 +294,12 @@ def _is_equal(first: Any, second: Any) -> bool:
 
 
 def _train(
-    recipe: Recipe,
-    run: Path,
-    ranks: int,
-    stop: tuple[signal.Signals, float] | None = None,
+    recipe: Recipe, run: Path, ranks: int, stop: tuple[signal.Signals, float] | None = None
 ) -> Ended:
     """Train to the end, or until the signal *stop*, so many seconds after the first step."""
-    command = [_PROGRAM, *recipe.flags(run, ranks)]
-    if stop is None:
-        return _end(command)
-    process = _start(command)
+    process = _start([program("ckpt-train"), *recipe.flags(run, ranks)])
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
+    while stop is not None and process.poll() is None and time.monotonic() < deadline:
         if _has_steps(run):
             time.sleep(stop[1])
             if stop[0] == signal.SIGKILL:
@@ -356,19 +316,14 @@ def _has_steps(run: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-def _ckpt(*arguments: str) -> list[str]:
-    return [str(Path(sys.executable).with_name("ckpt")), *arguments]
-
-
-def _end(command: Sequence[str]) -> Ended:
-    return _wait(_start(command))
+def _ckpt(*arguments: object) -> Ended:
+    return _wait(_start([program("ckpt"), *map(str, arguments)]))
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         command,
-        env=environment,
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.support import ranks
+from tests.support.anonymous_memory import growth
 from tests.support.models import tiny
-from tools.bench.memory import growth
 
 WIDTH, NUM_LAYERS = 2048, 6
 TENSOR_BYTES = WIDTH * WIDTH * 4

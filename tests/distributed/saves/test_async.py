@@ -21,8 +21,7 @@ from tests.support.checkpoints import is_intact
 from tests.support.runs import training
 from tests.support.servers.command_server import CommandServer
 from tools.crash import signals
-from tools.crash.endurance import members
-from tools.crash.trainer import Trainer
+from tools.crash.trainer import Trainer, members
 
 ASYNC = ("--checkpoint.is_async", "true")
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.convert.formats.registry import FORMATS
-from tools.bench.memory import give_back_free_memory
+from tests.support.anonymous_memory import give_back_free_memory
 
 # Of processor time: how long a case takes by the clock is up to what else the machine does.
 SECONDS = 10.0

@@ -10,7 +10,6 @@ from tools.gpu import bare, ours
 from tools.gpu.machine import version_of
 from tools.gpu.session import PartRun
 from tools.gpu.shapes import LLAMA_8B, flops_per_token, work_of
-from tools.gpu.steps import base_of
 
 FULL: Mapping[str, Any] = {"model": {"activation_checkpointing": "full"}}
 SELECTIVE: Mapping[str, Any] = {"model": {"activation_checkpointing": "selective"}}
@@ -36,10 +35,8 @@ class Case:
     changes: Mapping[str, Any] = field(default_factory=dict)
     compiles: bool = True
     accumulation: int = 1
-    only_gpu: bool = False
-    """Whether the recipe is an error on a CPU."""
     needs: str = ""
-    """A distribution without which the case is left out."""
+    """A distribution without which, and without a GPU, the case is left out."""
     forecasts: bool = False
     """Whether the memory is compared with its forecast."""
 
@@ -66,34 +63,27 @@ CASES = (
 def run(part: PartRun) -> None:
     """Cases in the order of their value; one that does not fit into the memory is recorded with its message."""
     session = part.session
-    base = base_of(part, LLAMA_8B)
+    base = part.base(LLAMA_8B)
     if base is None:
         return
-    first, *others = CASES
-    _ours(part, first)
+    is_gpu = session.device == "cuda"
     work = work_of(LLAMA_8B, is_dry_run=session.is_dry_run)
     flops = flops_per_token(work.config, work.length, trains_all=True)
-    is_gpu = session.device == "cuda"
-    bare_arguments = (base, work, session.device, flops)
-    compiled, eager = "bare, compiled", "bare, eager"
-    part.measure(compiled, bare.full, compiled, *bare_arguments, is_gpu, limit=120)
-    for case in others:
-        is_supported = is_gpu or not (case.only_gpu or case.needs)
-        if is_supported and (not case.needs or version_of(case.needs)):
-            _ours(part, case)
-    part.measure(eager, bare.full, eager, *bare_arguments, False, limit=120)
 
+    def bare_loop(name: str, compiles: bool) -> None:
+        part.measure(name, bare.full, name, base, work, session.device, flops, compiles, limit=120)
 
-def _ours(part: PartRun, case: Case) -> None:
-    session = part.session
-    steps = {"warm_up": 2, "steps": 4} if case.accumulation > 1 else {}
-    work = work_of(LLAMA_8B, is_dry_run=session.is_dry_run, accumulation=case.accumulation, **steps)
-    directory = session.scratch / "full"
-    base = session.bases["8B"]
-    recipe = ours.merged(ours.recipe_of(work, base, directory), case.changes)
-    # A dry run compiles in one case only, because that takes most of its time.
-    if case.compiles and (session.device == "cuda" or case is CASES[0]):
-        recipe = ours.merged(recipe, ours.compiled(session.device))
-    flops = flops_per_token(work.config, work.length, trains_all=True)
-    arguments = (case.name, recipe, directory, work.warm_up, flops, case.forecasts)
-    part.measure(case.name, ours.measure, *arguments, limit=150)
+    for number, case in enumerate(CASES):
+        if number == 1:
+            bare_loop("bare, compiled", is_gpu)
+        if case.needs and not (is_gpu and version_of(case.needs)):
+            continue
+        fewer = {"warm_up": 2, "steps": 4} if case.accumulation > 1 else {}
+        sizes = {"accumulation": case.accumulation, **fewer}
+        case_work = work_of(LLAMA_8B, is_dry_run=session.is_dry_run, **sizes)
+        changes = case.changes
+        # A dry run compiles in one case only, because that takes most of its time.
+        if case.compiles and (is_gpu or number == 0):
+            changes = ours.merged(changes, ours.compiled(session.device))
+        ours.run_case(part, case.name, case_work, base, changes, flops, forecasts=case.forecasts)
+    bare_loop("bare, eager", False)

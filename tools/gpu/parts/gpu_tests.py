@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.bench.rounds import ROOT
 from tools.gpu.machine import version_of
 from tools.gpu.session import Figures, PartRun
+from tools.support import ROOT
 
 PATHS = (
     "tests/gpu",
@@ -35,11 +35,11 @@ def run(part: PartRun) -> None:
     part.measure("tests", _tests, records, selection, limit=part.seconds_left)
     # The process may have been stopped: what it recorded until then counts.
     outcomes = _outcomes(records)
-    part.results.add("outcomes", {name: len(found) for name, found in outcomes.items()})
+    part.add("outcomes", {name: len(found) for name, found in outcomes.items()})
     passed = sorted(test for test, _ in outcomes.get("passed", []))
-    part.results.add("passed", {"names": passed})
+    part.add("passed", {"names": passed})
     for test, text in outcomes.get("failed", []):
-        part.results.fail(test, _shortened(text))
+        part.fail(test, _shortened(text))
         print(f"    FAILED {test}")
 
 

@@ -49,10 +49,10 @@ def run(part: PartRun) -> None:
         names = names[:3]
     part.measure("numerics", _numerics, names, session.scratch, session.device, limit=300)
     for key in ("plain", "ours", "ours_defaults"):
-        differences = [figures.get(key) for figures in part.results.figures.values()]
+        differences = [figures.get(key) for figures in part.figures.values()]
         known = [value for value in differences if value is not None]
         if known:
-            part.results.add(f"largest difference: {key}", {"value": max(known)})
+            part.add(f"largest difference: {key}", {"value": max(known)})
 
 
 def _numerics(names: list[str], scratch: Path, device: str) -> Figures:

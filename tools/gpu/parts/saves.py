@@ -13,7 +13,7 @@ from typing import Any
 from tools.gpu import ours
 from tools.gpu.session import Figures, PartRun
 from tools.gpu.shapes import LLAMA_1B, LLAMA_8B, Work, work_of
-from tools.gpu.steps import base_of, remove_base
+from tools.support import log_lines, step_lines
 
 _CHUNK = 1 << 30
 _KILLED_AFTER = 5
@@ -24,34 +24,26 @@ def run(part: PartRun) -> None:
     """Asynchronous saves, the copy that they are compared with, a resume, and synchronous saves."""
     session = part.session
     # The disk has 64 GB: checkpoints of 15 GB each and a base of 8B do not fit.
-    remove_base(session, LLAMA_8B)
-    base = base_of(part, LLAMA_1B)
+    part.remove_base(str(LLAMA_8B["hidden_size"]))
+    base = part.base(LLAMA_1B)
     if base is None:
         return
     is_small = session.is_dry_run
     work = work_of(LLAMA_1B, is_dry_run=is_small, batch=4)
     # Long enough for a save to end before the next one: 15 GB at 1 GB/s.
     every = 12 if is_small else 60
-    found = part.measure(
-        "asynchronous saves", _saves, base, session.scratch, work, every, True, limit=180
-    )
-    stall, nbytes = _stall_of(found)
-    if nbytes:
-        copies = part.measure("copy to the host", _copy_to_host, session.device, nbytes, limit=60)
-        seconds = copies.get("copy to the host", {}).get("seconds")
-        if seconds and stall is not None:
-            figures = {**found["asynchronous saves"], "stall_in_copies": stall / seconds}
-            part.results.add("asynchronous saves", figures)
+    name, copy = "asynchronous saves", "copy to the host"
+    found = part.measure(name, _saves, base, session.scratch, work, every, True, limit=180)
+    if figures := found.get(name):
+        nbytes = int(figures["bytes"])
+        copies = part.measure(copy, _copy_to_host, session.device, nbytes, limit=60)
+        if seconds := copies.get(copy, {}).get("seconds"):
+            part.add(name, {**figures, "stall_in_copies": figures["stall_seconds"] / seconds})
     small = work_of({**LLAMA_1B, "num_hidden_layers": 4}, is_dry_run=is_small, warm_up=0)
     part.measure("kill and resume", _kill_and_resume, base, session.scratch, small, limit=150)
     part.measure(
         "synchronous saves", _saves, base, session.scratch, work, min(every, 8), False, limit=120
     )
-
-
-def _stall_of(found: Any) -> tuple[float | None, int]:
-    figures = found.get("asynchronous saves", {})
-    return figures.get("stall_seconds"), int(figures.get("bytes", 0))
 
 
 def _saves(base: Path, scratch: Path, work: Work, every: int, is_async: bool) -> Figures:
@@ -76,7 +68,9 @@ def _saves(base: Path, scratch: Path, work: Work, every: int, is_async: bool) ->
     code = ours.train(recipe, directory)
     if code != 0:
         raise RuntimeError(f"ckpt-train ended with {code}")
-    saves = [line for line in ours.log_lines(directory) if line.get("event") == "save"]
+    saves = [
+        line for line in log_lines(directory / "training.jsonl") if line.get("event") == "save"
+    ]
     second = next(line for line in saves if line["step"] == 2 * every)
     figures = {
         "bytes": second["bytes"],
@@ -200,11 +194,10 @@ def _in_own_process(recipe: dict[str, Any], directory: Path, kill_after: int | N
 
 def _losses(directory: Path) -> list[tuple[int, str, str]]:
     """(step, loss, gradient norm) of each step of a run, exact."""
-    found = []
-    for line in ours.log_lines(directory):
-        if "event" not in line:
-            found.append((line["step"], float(line["loss"]).hex(), float(line["grad_norm"]).hex()))
-    return found
+    lines = step_lines(directory / "training.jsonl")
+    return [
+        (line["step"], float(line["loss"]).hex(), float(line["grad_norm"]).hex()) for line in lines
+    ]
 
 
 def _digests(directory: Path) -> dict[str, str]:

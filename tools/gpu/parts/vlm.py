@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from tools.gpu import ours
-from tools.gpu.session import BASE, Figures, PartRun
-from tools.gpu.shapes import LLAMA_1B, TINY, Work, work_of, write_base
+from tools.gpu import bare, ours
+from tools.gpu.session import Figures, PartRun
+from tools.gpu.shapes import LLAMA_1B, TINY, Work, work_of
 
 CLIP_LARGE: dict[str, Any] = {
     "model_type": "clip_vision_model",
@@ -39,19 +39,14 @@ def run(part: PartRun) -> None:
     vision = _TINY_CLIP if is_small else CLIP_LARGE
     text = TINY if is_small else LLAMA_1B
     work = work_of(LLAMA_1B, is_dry_run=is_small, batch=4, warm_up=3, steps=10)
-    base = session.scratch / "base-vlm"
-    config = llava(vision, text)
-    wrote = part.measure(
-        BASE, write_base, config, base, session.device, "AutoModelForImageTextToText", limit=120
-    )
-    if not wrote:
+    base = part.base(llava(vision, text), "vlm", "AutoModelForImageTextToText")
+    if base is None:
         return
-    recipe = recipe_of(vision, work, base, session.scratch / "vlm", is_small=is_small)
-    part.measure(
-        "ours", ours.measure, "ours", recipe, session.scratch / "vlm", work.warm_up, 0.0, limit=150
-    )
+    directory = session.scratch / part.name
+    recipe = recipe_of(vision, work, base, directory, is_small=is_small)
+    part.measure("ours", ours.measure, "ours", recipe, directory, work.warm_up, 0.0, limit=150)
     part.measure("bare", bare_loop, recipe, work, session.device, limit=150)
-    shutil.rmtree(base)
+    part.remove_base("vlm")
 
 
 def llava(vision: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +105,6 @@ def bare_loop(recipe: Mapping[str, Any], work: Work, device: str) -> Figures:
     from automodel_ckpt.data.image_collate import ImageTextCollator
     from automodel_ckpt.examples.data.mock_images import mock_images
     from tools.gpu.data import image_processor
-    from tools.gpu.timed import CLOCK
 
     sections = ours.merged(recipe, {})
     sections["processor"].pop("_target_")
@@ -123,18 +117,8 @@ def bare_loop(recipe: Mapping[str, Any], work: Work, device: str) -> Figures:
     read: Any = AutoModelForImageTextToText.from_pretrained
     model = read(sections["model"]["from_pretrained"], dtype=torch.bfloat16).to(device)
     model.train().model.vision_tower.requires_grad_(False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     inputs = {}
     for name, value in batch.items():
         value = value.to(device)
         inputs[name] = value.to(torch.bfloat16) if value.is_floating_point() else value
-    num_steps = work.warm_up + work.steps
-    CLOCK.start(work.warm_up)
-    for step in range(num_steps):
-        model(**inputs, use_cache=False).loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        CLOCK.note(num_tokens, is_last=step + 1 == num_steps)
-    yield "bare", CLOCK.figures()
+    yield from bare.train("bare", model, repeat(([inputs], num_tokens)), work)

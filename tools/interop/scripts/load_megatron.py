@@ -1,6 +1,6 @@
 """Run by Megatron's Python: load distributed checkpoints with megatron-core, and report the logits of the models.
 
-``python load_megatron.py MAKER PORT REPORT.json [CONFIG.json CHECKPOINT PADDED_VOCABULARY TENSOR_PARALLEL] ...``:
+``python load_megatron.py MAKER PORT [CONFIG.json CHECKPOINT PADDED_VOCABULARY TENSOR_PARALLEL] ... REPORT.json``:
 MAKER is tests/fixtures/megatron/make.py, which builds the models. The report maps each checkpoint to the logits for
 its IDS. All weights are zero before they are loaded.
 """
@@ -19,7 +19,7 @@ from megatron.core import dist_checkpointing, parallel_state
 
 def main(rank: int, num_ranks: int, arguments: list[str]) -> None:
     """Load the models with as many tensor parallel ranks as each asks for that equal *num_ranks*."""
-    maker_path, port, report_path, *models = arguments
+    maker_path, port, *models, report_path = arguments
     specification = importlib.util.spec_from_file_location("make", maker_path)
     assert specification is not None and specification.loader is not None
     maker: Any = importlib.util.module_from_spec(specification)
@@ -39,7 +39,9 @@ def main(rank: int, num_ranks: int, arguments: list[str]) -> None:
         logits = maker.logits_of(model, maker.IDS)[:, : dimensions["vocab_size"]]
         found[checkpoint] = logits.tolist()
     if rank == 0:
-        Path(f"{report_path}.{num_ranks}").write_text(json.dumps(found))
+        report = Path(report_path)
+        before = json.loads(report.read_text()) if report.exists() else {}
+        report.write_text(json.dumps(before | found))
     parallel_state.destroy_model_parallel()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

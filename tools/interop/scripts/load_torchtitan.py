@@ -1,7 +1,7 @@
 """Load exported weights with torchtitan's CheckpointManager, and write the logits. Runs with torchtitan's interpreter.
 
-Arguments: make.py of the fixtures, an empty directory, the report to write, and pairs: ``tied`` or ``untied``, and the
-exported directory. The report maps a directory to {"ids": token ids, "logits": those of torchtitan's model}.
+Arguments: make.py of the fixtures, an empty directory, pairs: ``tied`` or ``untied``, and the exported directory, and
+the report to write. The report maps a directory to {"ids": token ids, "logits": those of torchtitan's model}.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main() -> None:
-    maker_path, empty, report, *pairs = sys.argv[1:]
+    maker_path, empty, *pairs, report = sys.argv[1:]
     spec = importlib.util.spec_from_file_location("make", maker_path)
     maker: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)

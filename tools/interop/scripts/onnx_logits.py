@@ -1,4 +1,4 @@
-"""Runs in the environment of onnxruntime. SOURCE OUTPUT RESULT [--external-data]
+"""Runs in the environment of onnxruntime. [--external-data] SOURCE OUTPUT RESULT
 
 Compares the logits of OUTPUT/model.onnx with those of the Hugging Face files SOURCE, for several shapes and with
 padding. With --external-data, it exports SOURCE to OUTPUT first, with the weights in a file beside the graph.
@@ -36,9 +36,10 @@ def errors(source, output):
     return found
 
 
-def main(source, output, result, *options):
+def main(*arguments):
+    *options, source, output, result = arguments
     source, output = Path(source), Path(output)
-    if options == ("--external-data",):
+    if options:
         from automodel_ckpt.models import onnx_export
 
         onnx_export._MAX_EMBEDDED_BYTES = 1

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 _PAUSE_SECONDS = 0.001
-
-
-def status_megabytes(field: str) -> float:
-    """Return a field of /proc/self/status in MB (2**20 bytes): VmRSS is what is resident, VmHWM its peak."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
-
-
-def reset_peak() -> None:
-    """Let VmHWM of /proc/self/status begin again with what is resident now. Source: proc(5)."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def anonymous_bytes() -> int:
