@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import pytest
 from automodel_ckpt.base.durable_io import fsync_directory
 from automodel_ckpt.checkpoint.parts import commit
 from tests.crash.test_campaigns import needs_calls, scenario
-from tools.crash import jobs, kill, power
-from tools.crash.subjects import Ours
+from tools.crash import calls, jobs, power
+from tools.crash.subjects import OURS
 
 
 def test_a_sweep_sees_a_checkpoint_that_got_its_name_before_it_was_whole(
@@ -27,13 +26,13 @@ def test_a_sweep_sees_a_checkpoint_that_got_its_name_before_it_was_whole(
         (root / name / ".parts").mkdir()
         return root / name
 
-    point = kill.Point(Ours(), scenario("save"), "both", 45)
+    point = calls.Point(OURS[0], scenario("save"), "both", 45)
     # Both ranks: one that survives for some milliseconds may notice the other's death and remove what it wrote.
-    with contextlib.closing(kill.Sweep(seed=0)) as sweep:
-        sweep.lay_out(Ours(), scenario("save"))
+    with calls.Sweep(seed=0) as sweep:
+        sweep.lay_out(OURS[0], scenario("save"))
         monkeypatch.setattr(commit, "reserve", reserve_final)
         monkeypatch.setattr(commit, "publish", lambda staging, name: staging)
-        _, wrong, _ = kill.judge(sweep, point)
+        _, wrong, _ = calls.judge_kill(sweep, point)
     assert any("has its name but no manifest" in text for text in wrong)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint.parts import commit
 from tests.support.servers.command_server import CommandServer
 from tools.crash import calls, flips, jobs, power, signals, syscalls
 from tools.crash.place import Scenario
@@ -91,24 +89,6 @@ def test_a_kill_at_the_last_calls_of_a_save_leaves_both_pointers_right_after_the
     for at in random.Random(SEED).sample(last_calls(sweep, name, OURS[0])[:14], 5):
         _, wrong, call = calls.judge_kill(sweep, calls.Point(OURS[0], scenario(name), "rank0", at))
         assert wrong == [], call
-
-
-def test_a_sweep_sees_a_checkpoint_that_got_its_name_before_it_was_whole(
-    sweep: calls.Sweep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The campaign can fail: a publish that renames first and writes the manifest later is found out."""
-    sweep.lay_out(OURS[0], scenario("save"))
-
-    def reserve_final(root: Path, name: str) -> Path:
-        (root / name).mkdir(parents=True)
-        (root / name / ".parts").mkdir()
-        return root / name
-
-    monkeypatch.setattr(commit, "reserve", reserve_final)
-    monkeypatch.setattr(commit, "publish", lambda staging, name: staging)
-    # Both ranks: one that survives for some milliseconds may notice the other's death and remove what it wrote.
-    _, wrong, _ = calls.judge_kill(sweep, calls.Point(OURS[0], scenario("save"), "both", 45))
-    assert any("has its name but no manifest" in text for text in wrong)
 
 
 @pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
