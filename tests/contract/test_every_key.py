@@ -166,7 +166,7 @@ distill.teacher.from_pretrained | ../other | DISTILLED
 distill.teacher.revision | v2 | DISTILLED
 distill.teacher.trust_remote_code | true | DISTILLED
 distill.teacher.dtype | bfloat16 | DISTILLED
-distill.teacher.attn_implementation | eager | DISTILLED
+distill.teacher.attn_implementation | nonexistent | DISTILLED
 distill.divergence | reverse_kl | DISTILLED
 distill.reverse_weight | 0.3 | DISTILLED; distill.divergence=mixed
 distill.kd_ratio | 0.7 | DISTILLED

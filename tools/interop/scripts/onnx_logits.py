@@ -6,6 +6,7 @@ padding. With --external-data, it exports SOURCE to OUTPUT first, with the weigh
 
 import json
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 import onnxruntime
@@ -42,7 +43,9 @@ def main(*arguments):
     if options:
         from automodel_ckpt.models import onnx_export
 
-        onnx_export._MAX_EMBEDDED_BYTES = 1
+        # As torch does with models of more than 1.5 GiB.
+        save = torch.onnx.ONNXProgram.save
+        torch.onnx.ONNXProgram.save = partialmethod(save, external_data=True)
         output.mkdir()
         onnx_export.export_to_onnx(source, output / "model.onnx", "float32")
         assert (output / "model.onnx.data").stat().st_size > (output / "model.onnx").stat().st_size
