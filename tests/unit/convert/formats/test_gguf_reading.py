@@ -150,32 +150,34 @@ def test_values_are_decoded_once_and_removed_at_the_end(
     path = written(BY_NAME["Gemma 2"], tmp_path)
     base = own_temporary_directory / f"automodel_ckpt-values-{os.getuid()}"
     code = (
-        "import os, sys; from automodel_ckpt.cli.ckpt import main\n"
-        "main(['export', *sys.argv[1:]]); print('decoded', flush=True)\n"
+        "import os, sys; from pathlib import Path; from automodel_ckpt.convert.open import open_source\n"
+        "print(open_source(Path(sys.argv[1])).side_files, flush=True)\n"
         "sys.stdin.readline() == 'die\\n' and os.kill(os.getpid(), 9)"
     )
     environment = os.environ | {"TMPDIR": str(own_temporary_directory)}
     processes = []
-    for number in range(2):
+    for _ in range(2):
         process = subprocess.Popen(
-            [sys.executable, "-c", code, str(path), "-o", str(tmp_path / str(number))],
+            [sys.executable, "-c", code, str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
         )
         processes.append(process)
+    lines = []
     for process in processes:
         assert process.stdout is not None
-        assert "decoded\n" in iter(process.stdout.readline, "")
-    (directory,) = base.iterdir()
+        lines.append(process.stdout.readline())
+    assert lines[0] == lines[1] and Path(lines[0].strip()).is_dir()
+    assert len(list(base.iterdir())) == 1
     processes[0].communicate("end\n")
-    assert directory.is_dir()
+    assert Path(lines[0].strip()).is_dir()
     processes[1].communicate("die\n")
-    assert list(base.iterdir()) == [directory]
+    assert len(list(base.iterdir())) == 1
     # The next process removes what the killed one left, also of another file.
     values(written(BY_NAME["Llama 2"], tmp_path / "other"))
-    assert not directory.exists() and len(list(base.iterdir())) == 1
+    assert not Path(lines[0].strip()).exists() and len(list(base.iterdir())) == 1
 
 
 def test_a_part_of_a_model_is_an_error_that_names_llama_cpps_tool() -> None:
