@@ -85,7 +85,8 @@ class Shared:
         built.model.layers[0].mlp.gate_proj.weight.requires_grad_(False)  # type: ignore[union-attr]
         self.model = self._shared(built)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=LR)
+        # A group, which can be empty: of four stages one has no parameter.
+        self.optimizer = torch.optim.AdamW([{"params": trained}], lr=LR)
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
@@ -96,7 +97,6 @@ class Shared:
     def _shared(self, built: nn.Module) -> nn.Module:
         if self.layout.sizes.pp == 1:
             return parallelize(built, self.layout, self.way.how)
-        # Of four stages two have no layer; one of these holds nothing but what every stage has.
         made = split_stages(built, self.layout, None, None)
         return parallelize(
             built, self.layout, replace(self.way.how, tp_plan=made.tp_plan), mesh=made.mesh
