@@ -13,7 +13,7 @@ from automodel_ckpt.cli.common.terminal import print_document, print_error, prin
 from automodel_ckpt.errors import RecipeError
 
 USAGE = f"""
-Make a running job save at its next step, and print the path of the checkpoint when it is published. The job continues.
+Make a running ckpt-train save at its next step, and print the path of the published checkpoint. Training continues.
 
 {RUN}
 """
