@@ -23,7 +23,7 @@ from tests.support.servers import huge_pages
 from tests.support.servers.command_server import CommandServer
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 """The signals for which a training installs handlers."""
 RECORDED = (
     ("automodel_ckpt.config.callables.trust", "_trusts_remote_code"),

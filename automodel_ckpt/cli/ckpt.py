@@ -89,6 +89,7 @@ unarchive   models.archive       writes       | extract the checkpoints of an ar
 push        models.push          writes urls  | upload a checkpoint to a store, or its model to the Hub
 pull        models.push          writes urls  | download a checkpoint from a store, or a model from the Hub
 card        models.hub           writes       | print the model card of a checkpoint for the Hub
+save        commands.save        writes urls  | make a running job save now
 prune       commands.prune       writes urls  | remove old checkpoints
 pin         commands.pin         writes       | protect a checkpoint from removal
 unpin       commands.pin         writes       | remove a pin

@@ -63,6 +63,8 @@ VERIFIED = ".verified.json"
 MEMORY = ".memory.json"
 GENERATION = ".generation.json"
 LOCK_FILE = ".run.lock"
+SAVE_REQUEST, SAVE_ANSWER = ".save-request", ".save-answer.json"
+"""A request for a save of the live run, and what became of the last one."""
 HUB_EXPORT = "hub"
 """The name in the staging directory of an export that is made in a run directory to be uploaded to the Hub."""
 
@@ -210,7 +212,7 @@ def is_temporary(name: str) -> bool:
     stem = match[1].removesuffix(".txt")
     # Leftovers are removed: any other name that begins with a dot belongs to the user.
     logs = (TRAINING_LOG, VALIDATION_LOG, TIMELINE_LOG)
-    files = (LATE_VALIDATIONS, VERIFIED, MEMORY, GENERATION, TIMELINE_STATE, *logs)
+    files = (LATE_VALIDATIONS, VERIFIED, MEMORY, GENERATION, TIMELINE_STATE, SAVE_ANSWER, *logs)
     is_record = stem in (*POINTERS, *files) or _UPLOAD_RECORD.fullmatch(stem) is not None
     return is_record or f".{stem}" == LOCK_FILE or is_pin(stem)
 

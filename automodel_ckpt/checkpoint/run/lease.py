@@ -84,7 +84,7 @@ class Lease:
         # Before the file exists: release_all() must find it if a signal interrupts the acquisition.
         _held.add(self)
         try:
-            self._acquire(_watch_seconds(root) if watch_seconds is None else watch_seconds)
+            self._acquire(usual_watch_seconds(root) if watch_seconds is None else watch_seconds)
         # A signal's exception is not caught here, so that release_all() still removes the file.
         except (OSError, RecipeError):
             self._forget()
@@ -332,7 +332,8 @@ def check_token(lock_file: Path, token: str) -> None:
         raise lost(lock_file, holder)
 
 
-def _watch_seconds(root: Path) -> float:
+def usual_watch_seconds(root: Path) -> float:
+    """How long an owner of the run directory *root* must have no heartbeat, by the type of its file system."""
     kind = file_system_of(Path(os.path.realpath(root))) or ""
     if kind.startswith(("fuse", "virtiofs")):
         return CACHED_WATCH_SECONDS

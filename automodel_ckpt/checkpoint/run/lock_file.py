@@ -89,11 +89,11 @@ class Holder:
 
 def is_beating(path: Path, seconds: float) -> bool:
     """Watch the lock file for *seconds*. Returns True as soon as its record changes; False if it does not."""
-    first = _read(path)
+    first = read_holder(path)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(min(0.2, seconds / 10))
-        now = _read(path)
+        now = read_holder(path)
         if now is None and not os.path.lexists(path):
             return False  # the owner released the directory
         if first is None:
@@ -103,7 +103,7 @@ def is_beating(path: Path, seconds: float) -> bool:
     return False
 
 
-def _read(path: Path) -> Holder | None:
+def read_holder(path: Path) -> Holder | None:
     """Return the current record in the lock file, or None when it cannot be read."""
     with contextlib.suppress(OSError), os.fdopen(open_lock_file(path, os.O_RDONLY), "rb") as file:
         return Holder.read(file.fileno())

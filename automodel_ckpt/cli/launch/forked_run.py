@@ -74,7 +74,7 @@ def launched_rank(
     stop.on_immediate_end = lambda number: failure_dir.write(second_signal_record(rank, number))
     stop.install()
     # The launcher has blocked them. One that it forwarded meanwhile arrives now.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop.signals)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop.handled)
     hang_action.restart = partial(_end_after_hang, failure_dir, rank)
     failures: list[FailureRecord] = []
 

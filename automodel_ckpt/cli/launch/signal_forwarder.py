@@ -22,8 +22,9 @@ Result = TypeVar("Result")
 class SignalForwarder:
     """Forwards this process's signals to *processes* while it is entered.
 
-    *received* is the first signal, or 0. If there was one, further signals are ignored after the context: the exit code
-    of a run that was stopped must not change while this process ends. *code* is the exit code of ranks that are done.
+    *received* is the first signal that requests a stop, or 0. If there was one, further signals are ignored after the
+    context: the exit code of a run that was stopped must not change while this process ends. *code* is the exit code of
+    ranks that are done.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class SignalForwarder:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> SignalForwarder:
-        for number in stop_request().signals:
+        for number in stop_request().handled:
             self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -49,11 +50,11 @@ class SignalForwarder:
 
         The ranks inherit the mask, and unblock the signals when they handle them.
         """
-        signal.pthread_sigmask(signal.SIG_BLOCK, stop_request().signals)
+        signal.pthread_sigmask(signal.SIG_BLOCK, stop_request().handled)
         try:
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_request().signals)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_request().handled)
 
     def wait_for(self, action: Callable[[], Result]) -> Result:
         """Return the result of *action*, which may wait in C++, where no signal handler runs.
@@ -82,14 +83,17 @@ class SignalForwarder:
         return result
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_stop = number in stop_request().signals
         is_second = self.received and time.monotonic() - self._first_at >= SAME_SIGNAL_SECONDS
-        if not self.received:
+        if is_stop and not self.received:
             self.received, self._first_at = number, time.monotonic()
             stop_request().note(number)
         running = [process for process in self.processes if process.exitcode is None]
         for process in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, number)
+        if not is_stop:
+            return
         if is_second and not running:
             if self.code is None:
                 print_message(f"stopped immediately by a second {signal.Signals(number).name}")

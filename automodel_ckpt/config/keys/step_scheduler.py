@@ -115,7 +115,7 @@ class StepSchedulerConfig:
         metadata={"rules": (KNOWN_SIGNALS,)},
     )
     """Save and stop when any rank or the launcher receives one of these signals. SIGINT (Ctrl-C) is always handled.
-    SIGHUP is sent when a terminal closes; nohup ignores it."""
+    SIGHUP is sent when a terminal closes; nohup ignores it. SIGUSR2 saves and continues unless it is listed."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(

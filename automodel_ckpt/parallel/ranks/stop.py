@@ -1,5 +1,7 @@
 """Stop requests by signal: recorded for the training loop; a second signal ends the process immediately.
 
+One more signal, :data:`SAVE`, requests a save, after which training continues.
+
 A Python signal handler runs only between two instructions of the main thread, and so not while that thread waits in a
 collective. The interpreter's C handler always runs and writes the signal's number to a pipe, which a thread reads.
 
@@ -23,6 +25,8 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """The default signals that request a stop (``step_scheduler.stop_signals``)."""
+SAVE = signal.SIGUSR2
+"""The signal that requests a save, unless the recipe makes it one that requests a stop."""
 SAME_SIGNAL_SECONDS = 1.0
 """Signals within this time are one request: one Ctrl-C reaches a rank from the terminal and from the launcher."""
 WAIT_END_SECONDS = 5.0
@@ -58,6 +62,8 @@ class StopRequest:
     finished: bool = False
     """Whether the work of this process is done. Signals are then ignored, so that the exit code stays."""
 
+    save_requested: bool = False
+    """Whether :data:`SAVE` arrived since the last save, which resets it."""
     elsewhere: bool = False
     """Whether another rank received a stop request."""
     interrupted: bool = False
@@ -82,8 +88,13 @@ class StopRequest:
         self._ends_wait: threading.Event | None = None
         self._wait_ended_at = 0.0
 
+    @property
+    def handled(self) -> set[signal.Signals]:
+        """All signals that the processes of a run handle."""
+        return {*self.signals, SAVE}
+
     def install(self) -> None:
-        """Handle :attr:`signals` from now on. Main thread only. Calling it again has no effect."""
+        """Handle the signals from now on. Main thread only. Calling it again has no effect."""
         if self._installed:
             return
         self._installed = True
@@ -92,7 +103,7 @@ class StopRequest:
         # otherwise, the thread would miss a signal that arrives in between.
         os.set_blocking(sender, False)
         signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-        for number in self.signals:
+        for number in self.handled:
             signal.signal(number, self._handle)
         os.register_at_fork(after_in_child=self._reset_in_child)
         watcher = threading.Thread(
@@ -108,7 +119,7 @@ class StopRequest:
     def reset(self) -> None:
         """Forget an earlier run of this process, at the start of another: its request, and that its work is done."""
         self.requested = 0
-        self.elsewhere = self.interrupted = self.finished = False
+        self.elsewhere = self.interrupted = self.finished = self.save_requested = False
         self._first_at = 0.0
         self._is_acknowledged = False
         self.grace_seconds = math.inf
@@ -167,6 +178,9 @@ class StopRequest:
         self._leave_soon(0)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number not in self.signals:
+            self.save_requested = True
+            return
         self.requested = self.requested or number
         # Not :attr:`_first_at`: the thread may read this signal's byte more than
         # SAME_SIGNAL_SECONDS later, and would take it for a second signal.
@@ -273,7 +287,7 @@ class StopRequest:
         with contextlib.suppress(ValueError):  # forked by another thread than the main thread
             # The pipe is shared with the parent. The parent's thread would take the child's signals for its own.
             signal.set_wakeup_fd(-1)
-            for number in self.signals:
+            for number in self.handled:
                 signal.signal(number, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

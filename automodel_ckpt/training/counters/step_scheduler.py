@@ -133,7 +133,7 @@ class StepScheduler:
         self.is_in_step = False
         """Whether the ranks have begun to agree on a step: a signal may be too late to prevent it."""
         self._epoch_ended = False
-        self._clock_is_known = True
+        self.clock_is_known = True
         """Whether the clock of rank 0 after the newest step is known: false from finish_step() to apply_clock()."""
         self._longest_step_seconds = 0.0
         self._longest_save_seconds = 0.0
@@ -188,7 +188,7 @@ class StepScheduler:
         """
         self._epoch_ended = epochs_done > self.epochs_done
         self.is_in_step = False
-        self._clock_is_known = False
+        self.clock_is_known = False
         self.step += 1
         self.epoch = epoch
         self.epochs_done = epochs_done
@@ -220,7 +220,7 @@ class StepScheduler:
 
         Returns None when the clock of the step was known before.
         """
-        if self._clock_is_known:
+        if self.clock_is_known:
             return None
         return self.apply_clock(control.clock, stop=control.stop)
 
@@ -229,7 +229,7 @@ class StepScheduler:
 
         *stop* is whether a signal requested a stop.
         """
-        self._clock_is_known = True
+        self.clock_is_known = True
         self.elapsed_seconds = clock.elapsed_seconds
         self.ended_early = self.ran_out_of_time = clock.time_is_up
         due = self._due(clock, stop=stop)
@@ -245,11 +245,11 @@ class StepScheduler:
         every_steps = settings.ckpt_every_steps
         by_steps = every_steps != "auto" and divides(every_steps, step)
         save = last or clock.save_is_wanted or by_steps or by_epochs
-        # Saved steps are also validated.
+        # Saved steps are also validated, except on request: it must not delay the save, or count for early stopping.
         validate = save or divides(settings.val_every_steps, step)
         due = Due(
             validate and self.has_validation,
-            save,
+            save or clock.save_is_requested,
             last,
             stop,
             self._benchmark is not None and (last or divides(self._benchmark.every_steps, step)),

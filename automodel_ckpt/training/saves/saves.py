@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.checkpointer import Checkpointer, Resumed, Saving
 from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_command
 from automodel_ckpt.checkpoint.parts.discovery import discover
 from automodel_ckpt.checkpoint.parts.failures import text_while_running
-from automodel_ckpt.checkpoint.run import policy
+from automodel_ckpt.checkpoint.run import policy, save_request
 from automodel_ckpt.checkpoint.run.timeline import SAVES
 from automodel_ckpt.checkpoint.run.transfer_files import TO_HUB, clear_links
 from automodel_ckpt.checkpoint.saving.save import SaveReport
@@ -25,6 +25,7 @@ from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import (
     AutomodelError,
     ExportFailed,
+    LeaseLost,
     RecipeError,
     SaveFailed,
 )
@@ -120,6 +121,8 @@ class Saves:
         self.timeline = self._run_log.timeline
         self._recipe = recipe
         self._has_warned = False
+        self._answers_request = False
+        """Whether the outcome of the save in progress answers a request of ``ckpt save``."""
         self._figures: dict[int, str] = {}
         """What the line about the save of a step says of training, until the save is published."""
 
@@ -166,6 +169,35 @@ class Saves:
             self._handle(failure)
 
     # ---------------------------------------------------------------- during training
+
+    def is_requested(self) -> bool:
+        """Whether a save is requested of this rank: by a signal, or on rank 0 by ``ckpt save``. Local."""
+        return self._recipe.stop_request.save_requested or self._has_request()
+
+    def _has_request(self) -> bool:
+        checkpointer = self.checkpointer
+        if checkpointer is None or not checkpointer.is_rank0 or self._answers_request:
+            return False
+        return save_request.is_waiting(checkpointer.run.root)
+
+    def _answer_request(self, checkpoint: str, error: str = "") -> None:
+        """Answer the requests that the save in progress was for with the name of its *checkpoint*, or an *error*."""
+        if self.checkpointer is None or not self._answers_request:
+            return
+        # If the request cannot be removed, none is answered any more, instead of one after every step.
+        with contextlib.suppress(OSError, LeaseLost):
+            self.checkpointer.run.check_lease()
+            save_request.answer(self.checkpointer.run.root, checkpoint, error)
+            self._answers_request = False
+
+    def _answer_last_requests(self) -> None:
+        """Answer requests after the last save of the run: its checkpoint has the state of now."""
+        newest = self.last_save or self.resumed
+        self._answers_request = self._answers_request or self._has_request()
+        if newest is None or self._scheduler.unsaved:
+            self._answer_request("", "the run ended before it saved")
+        else:
+            self._answer_request(newest.path.name)
 
     def await_copies(self) -> None:
         """Call this before state on the device is changed: an asynchronous save may still be copying it."""
@@ -248,10 +280,12 @@ class Saves:
         If ``on_save_failure`` is ``stop``, raises :class:`SaveFailed`, and :class:`RecipeError` for state that cannot
         be stored. Raises :class:`LeaseLost` if another run took over the run directory.
         """
+        self._recipe.stop_request.save_requested = False
         if self.checkpointer is None:
             self._scheduler.note_save(0.0)
             return
         self.wait()
+        self._answers_request = self._answers_request or self._has_request()
         try:
             report = self.save_now(self.checkpointer, losses, validated=validated, last=last)
         # A RecipeError: state that cannot be stored, which the run has had only since its start.
@@ -333,6 +367,7 @@ class Saves:
         if reasoning is not None:
             log.info("%s", reasoning)
         self._run_log.log_save(report)
+        self._answer_request(report.path.name)
         if self.hub_uploads is not None:
             self.hub_uploads.note_saved(report.path.name)
 
@@ -359,6 +394,7 @@ class Saves:
 
     def _handle(self, failure: AutomodelError) -> None:
         """Apply ``checkpoint.on_save_failure``: raise *failure* now, or continue and raise it at the end of the run."""
+        self._answer_request("", failure.problems[0].what)
         if self._section.on_save_failure == "stop":
             raise failure
         self.failure = failure
@@ -379,6 +415,7 @@ class Saves:
         if self._scheduler.unsaved:
             self.save(losses, validated=False, started=time.monotonic(), last=False)
         self.wait()
+        self._answer_last_requests()
         if self.failure is not None:
             raise self.failure
 
@@ -400,6 +437,7 @@ class Saves:
 
         The second signal of *request* ends that wait. Raises the failure of the last save.
         """
+        self._answer_last_requests()
         if self.last_save is not None:
             log.info("newest checkpoint: %s", self.last_save.path)
             if self.last_save.export is not None:

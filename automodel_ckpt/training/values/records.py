@@ -24,11 +24,12 @@ AUX_LOSS = "aux_loss"
 @dataclass(frozen=True)
 class ClockReading:
     """What rank 0's clock decides after a step: *elapsed_seconds* of training so far, whether a save is due by time,
-    and whether ``max_time`` ends the run."""
+    and whether ``max_time`` ends the run. *save_is_requested*: whether a user has requested a save, of any rank."""
 
     elapsed_seconds: float = 0.0
     save_is_wanted: bool = False
     time_is_up: bool = False
+    save_is_requested: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Control:
     ) -> tuple[Control, list[float]]:
         """Combine the values of all ranks. A collective. Returns the control, and the sums of *further* numbers.
 
-        Counts are summed, and a flag is set if any rank sets it. Only one rank may pass a clock. All ranks pass equally
+        Counts are summed, and a flag is set if any rank sets it. Only one rank may pass seconds. All ranks pass equally
         many further numbers.
         """
         # The sums are float64, exact for counts below 2**53.
@@ -91,9 +92,10 @@ class Control:
             self.clock.elapsed_seconds,
             self.clock.save_is_wanted,
             self.clock.time_is_up,
+            self.clock.save_is_requested,
             *further,
         )
-        elapsed_seconds, save_is_wanted, time_is_up, *further_sums = sums
+        elapsed_seconds, save_is_wanted, time_is_up, save_is_requested, *further_sums = sums
         control = Control(
             int(count),
             int(num_label_tokens),
@@ -101,7 +103,9 @@ class Control:
             stop > 0,
             save_failed > 0,
             flops,
-            ClockReading(elapsed_seconds, save_is_wanted > 0, time_is_up > 0),
+            ClockReading(
+                elapsed_seconds, save_is_wanted > 0, time_is_up > 0, save_is_requested > 0
+            ),
         )
         return control, further_sums
 

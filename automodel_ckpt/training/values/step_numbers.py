@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -343,6 +343,10 @@ class StepNumbers:
         figures = [] if watch is None else watch.figures_here(finished and finished.forward)
         size_here = size or BatchSize(0, 0, 0)
         checkpointer, scheduler = self._loop.checkpointer, self._loop.step_scheduler
+        # Only rank 0's clock counts, so that all ranks save and end at the same step.
+        clock = scheduler.read_clock() if self._layout.is_rank0 else ClockReading()
+        if not scheduler.clock_is_known and self._loop.saves.is_requested():
+            clock = replace(clock, save_is_requested=True)
         here = Control(
             size_here.count,
             size_here.num_label_tokens,
@@ -350,8 +354,7 @@ class StepNumbers:
             stop or self._loop.stop_request.wanted,
             checkpointer is not None and checkpointer.upload_failed,
             size_here.flops,
-            # Only rank 0's clock counts, so that all ranks save and end at the same step.
-            scheduler.read_clock() if self._layout.is_rank0 else ClockReading(),
+            clock,
         )
         began = time.monotonic()
         control, sums = here.summed(self._layout.gloo_group, [*sums_here, *figures])
