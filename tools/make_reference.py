@@ -29,7 +29,6 @@ from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import default_node, default_of
 from automodel_ckpt.config.tree.convert import describe, members, section_type, target_type
-from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.config.tree.rules import MISSING
 from automodel_ckpt.data.rows.arguments import RowOptions
 from tools import features
@@ -61,7 +60,7 @@ def recipe_page() -> str:
     lines = [
         "# Keys of a recipe",
         "",
-        "A recipe is a YAML file; each key can be overridden as `--section.key value`. `ckpt-train --help` prints",
+        "A recipe is a YAML file; each key can be overridden as `--section.key value`. `ckpt-train --help all` prints",
         "the same. *A section with `_target_`* names a callable and its arguments.",
         "",
         *_keys_table(RecipeConfig, "", top=True),
@@ -114,30 +113,18 @@ def _cell(text: str) -> str:
 
 def train_page() -> str:
     """``ckpt-train``: forms, flags, modes, exit codes."""
-    docs = help_page.field_docs(LaunchFlags)
-    hints = typing.get_type_hints(LaunchFlags)
-    names = [field.name for field in dataclasses.fields(LaunchFlags)]
-    kinds = {name: _cell(describe(members(hints[name]))) for name in names}
-    flags = [
-        f"| `--{name.replace('_', '-')}` | {kinds[name]} | {_cell(docs[name])} |" for name in names
-    ]
     return "\n".join(
         [
             "# ckpt-train",
             "",
             "```text",
-            help_page.USAGE.rstrip(),
-            "```",
+            f"{help_page.USAGE}\n{help_page.VALUES}```",
             "",
-            "## Launch flags",
-            "",
-            "| flag | type | meaning |",
-            "|---|---|---|",
-            *flags,
+            "| flag | meaning |",
+            "|---|---|",
+            *(f"| `{flag}` | {_cell(text)} |" for flag, text in help_page.flags()),
             "",
             "```text",
-            help_page.MODES.rstrip(),
-            "",
             help_page.EXIT_CODES.rstrip(),
             "```",
             "",

@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
-
-_LABEL = re.compile(r"(\d\d:\d\d:\d\d |\s*(?:what|where|value|hint|remedy):\s+|\s*)")
-"""What a line of a message begins with; its continuation lines are indented as far."""
-_COMMAND = re.compile(r"(\d\d:\d\d:\d\d )?(  to [^:]+|try it): ")
-"""The beginning of a line that contains only a command: its time, and what the command is for."""
-_QUOTED = re.compile(r"`[^`]*`")
-_NO_BREAK = "\x00"
-
 
 def size_text(nbytes: float) -> str:
     """Format a number of bytes in decimal units: ``1.2 MB``."""
@@ -71,29 +61,3 @@ def exact_time(seconds: float) -> str:
     """Format seconds with a digit after the point, and long times also in larger units: ``812.0 s (13 min 32 s)``."""
     text = f"{seconds:,.1f} s"
     return text if seconds < 600 else f"{text} ({duration(seconds)})"
-
-
-def folded(text: str, width: int) -> str:
-    """Break the lines of *text* that are wider than *width* between words, never within a word.
-
-    Commands in backquotes are not broken, and neither are lines that contain only a command: a person may copy them.
-    """
-    lines = []
-    for line in text.split("\n"):
-        label = _LABEL.match(line)
-        if len(line) <= width or _COMMAND.match(line) or label is None:
-            lines.append(line)
-            continue
-        start = label.group()
-        words = _QUOTED.sub(lambda command: command[0].replace(" ", _NO_BREAK), line[len(start) :])
-        wrapped = textwrap.fill(
-            words,
-            width,
-            initial_indent=start,
-            subsequent_indent=" " * len(start),
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-        )
-        lines.append(wrapped.replace(_NO_BREAK, " "))
-    return "\n".join(lines)

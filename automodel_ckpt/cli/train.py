@@ -18,6 +18,7 @@ from automodel_ckpt.cli.checks.rank_counts import (
     known_ranks,
     mesh_sizes,
 )
+from automodel_ckpt.cli.common.generated_recipe import generated_recipe
 from automodel_ckpt.cli.common.paths import check_working_directory
 from automodel_ckpt.cli.common.terminal import (
     hiding_values,
@@ -55,6 +56,8 @@ PRINTING_MODES = {
 }
 """Modes with output that a reader such as head(1) may cut off."""
 
+_READING_MODES = {"dry_run", "show_samples"}
+"""Modes that write nothing."""
 _REQUIRED = {
     "selftest_steps": "selftest_resume",
     "selftest_nproc": "selftest_resume",
@@ -135,7 +138,8 @@ def _run_recipe(line: CommandLine) -> int:
     Raises :class:`RecipeError` with all problems that are known before torch is imported.
     """
     check_working_directory()
-    path = _recipe_path(line)
+    generated = generated_recipe(line)
+    path = generated.path if generated else _recipe_path(line)
     line.problems += _mode_problems(line)
     launcher: LauncherOptions | None = None
     if "write_launcher" in line.modes:
@@ -145,7 +149,8 @@ def _run_recipe(line: CommandLine) -> int:
     only_prints = not line.modes.keys().isdisjoint({"print_config", "convert_recipe"})
     # The data of a launcher's run may be on the cluster only.
     check = None if only_prints or launcher is not None else _early_check(line)
-    loaded = load_recipe(path, line.overrides, problems=line.problems, check=check)
+    text = generated.text if generated else None
+    loaded = load_recipe(path, line.overrides, problems=line.problems, check=check, text=text)
     if "convert_recipe" in line.modes:
         print(loaded.converted(), end="")
         return EXIT_DONE
@@ -157,6 +162,9 @@ def _run_recipe(line: CommandLine) -> int:
     if only_prints:
         print(loaded.explain(), end="")
         return EXIT_DONE
+    if generated is not None and _reports_for_node() and not line.modes.keys() & _READING_MODES:
+        verb = "wrote" if generated.write() else "using"
+        print_error(f"{verb} {path}; to change it, edit it and run `ckpt-train {path}`")
     if launcher is not None:
         return _write_launcher(loaded, line, launcher)
     raise_file_limit()

@@ -361,7 +361,7 @@ class Binder:
             # The key may be right, but in the wrong section.
             known = [each for each in keys_of(self.schema) if each.rpartition(".")[2] == name]
             meant = known[:_MAX_MEANT] or meant
-        hint = "remove it; ckpt-train --help lists all keys"
+        hint = "remove it; ckpt-train --help all lists all keys"
         if meant:
             hint = f"did you mean {' or '.join(meant)}?"
         self.note(f"unknown key {full}", node, node, hint)

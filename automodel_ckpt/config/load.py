@@ -27,6 +27,7 @@ from automodel_ckpt.config.tree.yaml_tree import (
     Node,
     is_stream,
     lines,
+    read_text,
     values,
 )
 from automodel_ckpt.errors import Problem, RecipeError
@@ -133,10 +134,12 @@ def load_recipe(
     schema: type[RecipeConfig] | None = None,
     problems: Sequence[Problem] = (),
     check: Callable[[Node], Iterable[Problem]] | None = None,
+    text: str | None = None,
 ) -> LoadedRecipe:
     """Read a recipe file, apply the overrides and validate it. Imports no torch and runs no user code.
 
-    ``schema``, ``problems`` and ``check`` are described at :func:`bind_recipe`.
+    ``schema``, ``problems`` and ``check`` are described at :func:`bind_recipe`. ``text`` is the content of a file that
+    may not be written yet.
 
     Raises:
         RecipeError: with all problems of the file and the overrides.
@@ -144,9 +147,13 @@ def load_recipe(
     found = list(problems)
     path = Path(path)
     # Unlike Path.is_file this raises nothing, such as for names that are too long.
-    if not (os.path.isfile(path) or is_stream(path)):
+    if text is None and not (os.path.isfile(path) or is_stream(path)):
         raise RecipeError.all_of([*found, _missing_file(path)])
-    parsed = read_with_bases(path, found)
+    parsed = (
+        read_with_bases(path, found)
+        if text is None
+        else read_text(text, str(path), found, lines=True)
+    )
     if parsed is None:
         raise RecipeError.all_of(found)
     return bind_recipe(path, parsed, overrides, schema=schema, problems=found, check=check)

@@ -25,6 +25,8 @@ from automodel_ckpt.config.tree.yaml_tree import NULL_WORDS, Node, read_text
 from automodel_ckpt.errors import Problem
 
 MODES = {
+    "data": ["DATA"],
+    "lora": [],
     "help": [],
     "version": [],
     "print_config": [],
@@ -45,7 +47,7 @@ MODES = {
     "selftest_nproc": ["N"],
     "json": [],
 }
-"""Options that do something other than training, with the names of their arguments."""
+"""Options that do something other than training, or replace the recipe, with the names of their arguments."""
 VERBOSE = ("-v", "--verbose")
 """Short forms of ``--logging.level debug``."""
 _SUFFIXES = (".yaml", ".yml")
@@ -107,7 +109,7 @@ class _Parser:
         elif not word.startswith("-") or word == "-":
             self.line.words.append(word)
         elif not word.startswith("--") or word == "--":
-            self._note(word, f"unknown argument {word}", "ckpt-train --help lists all options")
+            self._note(word, f"unknown argument {word}", "ckpt-train --help all lists all options")
         else:
             flag, equals, value = word.partition("=")
             self._option(flag, value if equals else None, words)
@@ -145,7 +147,7 @@ class _Parser:
         given = [value] if value is not None else words[: len(names)]
         if len(given) != len(names):
             expected = " ".join(names) or "no value"
-            self._note(flag, f"{flag} takes {expected}", "ckpt-train --help lists all options")
+            self._note(flag, f"{flag} takes {expected}", "ckpt-train --help all lists all options")
             return
         if value is None:
             del words[: len(given)]

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from automodel_ckpt.base.units import duration, folded, size_text
+from automodel_ckpt.base.terminal_text import columns, for_terminal
+from automodel_ckpt.base.units import duration, size_text
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.errors import LeaseLost, printable
 
@@ -93,7 +94,6 @@ _CLEAR = "\r\x1b[K"
 _LIVE_PAUSE_SECONDS = 0.1
 _SMOOTHING = 0.9
 _TICK_SECONDS = 0.2
-_COLUMNS = 80
 _BREAK = re.compile(r"[\n\r](?! )")
 _DROPPED_FIRST = ("epoch", "aux", "mem", "lr", "MFU", "tok/s", "left")
 """The figures that a narrow terminal omits, in this order."""
@@ -222,9 +222,7 @@ class Progress:
 
     def write_above(self, text: str) -> None:
         """Print *text* on separate lines; a live line stays below it. On a terminal, lines break between words."""
-        text = self._timestamp() + text
-        if self._live:
-            text = folded(text, _columns(self._stream) - 1)
+        text = for_terminal(self._timestamp() + text, self._stream)
         with self._lock:
             if self._line:
                 self._stream.write(_CLEAR)
@@ -262,7 +260,7 @@ class Progress:
 
     def _show(self, parts: list[str]) -> None:
         if self._live:
-            self._line = fitting(parts, _columns(self._stream) - 1)
+            self._line = fitting(parts, columns(self._stream) - 1)
             self._stream.write(_CLEAR + self._line)
         else:
             self._stream.write(self._timestamp() + "  ".join(parts) + "\n")
@@ -374,14 +372,3 @@ def fitting(parts: list[str], width: int) -> str:
         if len("  ".join(parts)) > width:
             parts = [part for part in parts if word not in part.split()]
     return "  ".join(parts)[:width]
-
-
-def _columns(stream: TextIO) -> int:
-    """The width of the terminal of *stream*, which may differ from the width of standard output.
-
-    COLUMNS overrides it.
-    """
-    with suppress(ValueError, OSError):
-        given = int(os.environ.get("COLUMNS") or 0)
-        return given or os.get_terminal_size(stream.fileno()).columns or _COLUMNS
-    return _COLUMNS

@@ -81,7 +81,7 @@ def build_model(
     chosen = with_attention_caps(config)
     from automodel_ckpt.models.quantize import cast_to, dequantized
 
-    with _build_errors(from_pretrained):
+    with build_errors(from_pretrained):
         if from_pretrained is None:
             options["dtype"] = fresh_dtype(config, dtype)
             with importing_code(options["trust_remote_code"]):
@@ -184,7 +184,7 @@ def _cap_attention(config: PreTrainedConfig) -> None:
 
 
 @contextmanager
-def _build_errors(from_pretrained: str | None) -> Iterator[None]:
+def build_errors(from_pretrained: str | None) -> Iterator[None]:
     """Raise :class:`RecipeError` for errors of transformers and safetensors: damaged files, or a model they lack."""
     name = os.path.expanduser(str(from_pretrained))
     try:

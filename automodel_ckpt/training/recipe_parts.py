@@ -43,7 +43,7 @@ from automodel_ckpt.training.model.sections import (
     read_model_config,
     with_model_limits,
 )
-from automodel_ckpt.training.model.trainable import Trainable, build_trainable
+from automodel_ckpt.training.model.trainable import Trainable, build_trainable, check_before_data
 from automodel_ckpt.training.parts.objective import Objective, Tensors, build_loss_fn
 from automodel_ckpt.training.parts.optimizers import build_optimizer, log_groups
 from automodel_ckpt.training.saves.checkpointing import export_assets, model_layout
@@ -172,6 +172,8 @@ class RecipeParts:
         """
         config = self.config
         self.model_config = self.build_model_config()
+        if not self.is_dry_run:
+            check_before_data(self._request())
         loaders: dict[str, GlobalBatchLoader] = {}
         for name, section in data_sections(config).items():
             if section is None:
@@ -272,8 +274,13 @@ class RecipeParts:
         A recipe with several models calls it once for each. Only attributes of the recipe are saved, so assign the
         module of a :class:`Trainable` to an attribute if it has to be saved.
         """
+        return build_trainable(self._request(config, is_trained=is_trained))
+
+    def _request(
+        self, config: RecipeConfig | None = None, *, is_trained: bool = True
+    ) -> ModelRequest:
         dropout = self.config.dropout
-        request = ModelRequest(
+        return ModelRequest(
             config or self.config,
             self.layout,
             self.auto_class,
@@ -286,7 +293,6 @@ class RecipeParts:
             is_trained=is_trained,
             is_dry_run=self.is_dry_run,
         )
-        return build_trainable(request)
 
     def build_optimizer(self) -> Optimizer:
         """Build the ``optimizer`` section over all parameters that need gradients."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import automodel_ckpt
+from automodel_ckpt.errors import EXIT_UNUSABLE
 
 PACKAGE = Path(automodel_ckpt.__file__).parent
 
@@ -120,6 +121,7 @@ LIGHT = [
     "convert.imports",
     "convert.merging",
     "convert.targets",
+    "data.rows.source",
     "hub",
     "logs.charts",
     "logs.goodput",
@@ -271,10 +273,11 @@ def test_light_modules_load_no_torch() -> None:
             ["--print-config", "examples/llm_finetune/tiny_llama_python_docs.yaml"],
         ),
         ("automodel_ckpt.cli.ckpt", ["--help"]),
+        ("automodel_ckpt.cli.ckpt", ["chat", "nowhere"]),
     ],
-    ids=["ckpt-train --help", "ckpt-train --print-config", "ckpt --help"],
+    ids=["ckpt-train --help", "ckpt-train --print-config", "ckpt --help", "ckpt chat nowhere"],
 )
-def test_help_and_print_config_answer_in_under_a_second_without_torch(
+def test_help_print_config_and_a_missing_path_are_answered_in_under_a_second_without_torch(
     module: str, arguments: list[str]
 ) -> None:
     script = (
@@ -298,6 +301,9 @@ def test_help_and_print_config_answer_in_under_a_second_without_torch(
         after = os.times()
         user = after.children_user - before.children_user
         seconds.append(user + after.children_system - before.children_system)
+        if "nowhere" in arguments:
+            assert done.returncode == EXIT_UNUSABLE, done.stderr
+            continue
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) > 10
     assert min(seconds) < 1

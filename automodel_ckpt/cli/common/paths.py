@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.cli.common.terminal import print_error
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _MAX_ENTRIES = 10_000
 """Number of entries of a directory that are searched for runs: the current directory may be a data set's."""
 _MAX_NAMED = 3
@@ -124,6 +126,27 @@ def reject_several_runs(path: Path) -> None:
         names.append("...")
     hint = f"specify one of them: {', '.join(names)}; `ckpt ls {path}` lists all"
     raise _not_found("the directory contains runs", path, "", hint)
+
+
+def local_model(path: str) -> Path | None:
+    """Return *path* as a local path. Returns None for a name of the Hub.
+
+    Raises :class:`CheckpointUnusable` if nothing exists there.
+    """
+    from automodel_ckpt.checkpoint.files import layout
+
+    local = Path(path).expanduser()
+    if os.path.lexists(local):
+        return local
+    if (
+        _HUB_NAME.fullmatch(path)
+        and local.name not in layout.POINTERS
+        and not local.parent.is_dir()
+    ):
+        return None
+    # A pointer exists as a text file, too.
+    find_checkpoint(local)
+    return local
 
 
 def find_checkpoint(path: Path) -> Path:

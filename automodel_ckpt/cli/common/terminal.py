@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TextIO
 from unicodedata import category, east_asian_width
 
+from automodel_ckpt.base.terminal_text import coloured, for_terminal
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.errors import (
     EXIT_DONE,
@@ -26,13 +27,12 @@ from automodel_ckpt.errors import (
     without_hidden,
 )
 
-__all__ = ["printable", "size_text"]
+__all__ = ["coloured", "printable", "size_text"]
 
 _COMBINING = ("Mn", "Me")
 """Unicode categories of marks that are printed over the character before."""
 _STANDARD_OUTPUT = "standard output"
 _PROBLEM_KEYS = ("what", "where", "value", "remedy")
-_COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 
 
 def occupy_standard_streams() -> None:
@@ -148,7 +148,7 @@ def printable_lines(text: str) -> str:
 
 def print_error(message: str) -> None:
     """Print a message on standard error, with :func:`printable` characters only."""
-    print(printable_lines(message), file=sys.stderr)
+    print(for_terminal(printable_lines(message), sys.stderr), file=sys.stderr)
 
 
 def print_path(path: str | os.PathLike[str]) -> None:
@@ -166,16 +166,6 @@ def print_path(path: str | os.PathLike[str]) -> None:
 def leave_reader() -> None:
     """Redirect standard output to /dev/null after a BrokenPipeError, so that flushing at exit raises nothing."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def coloured(text: str, colour: str, stream: TextIO) -> str:
-    """Return *text* in a color if *stream* is a terminal. FORCE_COLOR overrides this, and NO_COLOR overrides both."""
-    shows_colors = stream.isatty() and os.environ.get("TERM") != "dumb"
-    is_forced = bool(os.environ.get("FORCE_COLOR"))
-    is_forbidden = bool(os.environ.get("NO_COLOR"))
-    if is_forbidden or not (shows_colors or is_forced):
-        return text
-    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:

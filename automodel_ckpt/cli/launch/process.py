@@ -10,6 +10,7 @@ import signal
 import sys
 from typing import NoReturn
 
+from automodel_ckpt.base.terminal_text import for_terminal
 from automodel_ckpt.errors import EXIT_STOPPED, SystemLimit
 
 LEAST_FILES = 128
@@ -20,7 +21,7 @@ _WANTED_FILES = 65536
 def print_message(text: str) -> None:
     """Print a message on standard error, after everything that this process has printed."""
     sys.stdout.flush()
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(for_terminal(text, sys.stderr) + "\n")
     sys.stderr.flush()
 
 

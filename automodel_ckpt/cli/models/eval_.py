@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.units import measure_text
+from automodel_ckpt.cli.common.paths import local_model
 from automodel_ckpt.cli.common.terminal import json_text, print_error, printable, table
 from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.cli.models.generate import SOURCE_OPTIONS, load_model
@@ -46,6 +47,7 @@ TYPES = {_TASKS: _names}
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt eval``. The metrics are printed on standard output, messages on standard error."""
+    local_model(arguments.path)
     with ending_on_interrupt():
         from automodel_ckpt.models.measure.harness import (
             HarnessTasks,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.cli.common.paths import local_model
 from automodel_ckpt.cli.common.terminal import coloured, json_text, print_error, printable_lines
 from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
@@ -163,6 +164,7 @@ def _check_image(name: str) -> None:
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
     """Load the model of the command line, and seed the random generator."""
+    local_model(arguments.path)  # without torch, an error comes at once
     with ending_on_interrupt():
         import torch
 

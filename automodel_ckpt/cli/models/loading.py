@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import tempfile
 import warnings
@@ -40,7 +39,7 @@ from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG, check_directory
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.cli.common.paths import find_checkpoint
+from automodel_ckpt.cli.common.paths import find_checkpoint, local_model
 from automodel_ckpt.cli.common.terminal import print_error
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.open import open_source
@@ -52,7 +51,6 @@ from automodel_ckpt.models.inspect.vision import AutoMultimodalModel
 from automodel_ckpt.training.parts.preprocessors import absent_tokenizer, check_vocabulary_file
 
 MODEL = "model"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HINT = (
     "name a checkpoint, an export, an adapter, or a model of the Hub; if its files have a value that is not valid, "
     "correct that"
@@ -121,9 +119,8 @@ class _Files:
 @contextmanager
 def _hugging_face_directory(path: str, base: str | None) -> Iterator[_Files]:
     """Yield the files of the model of *path*. Temporary files are removed afterwards."""
-    local = Path(path).expanduser()
-    is_named = os.path.lexists(local) or local.name in layout.POINTERS
-    if not is_named and _HUB_NAME.fullmatch(path) and not local.parent.is_dir():
+    local = local_model(path)
+    if local is None:
         yield _Files(path)
         return
     found = _model_directory(local)

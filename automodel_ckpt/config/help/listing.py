@@ -5,65 +5,100 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from shutil import get_terminal_size
 from typing import Any
 
 from automodel_ckpt.config.callables.allowlist import ALLOWED, PURPOSES
 from automodel_ckpt.config.help.plugin_help import (
     DATA,
+    PACKAGE,
+    Argument,
     BuilderHelp,
+    builder_help,
     builders_of,
     other_names_of,
     plain,
 )
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import closest, default_node, default_of, field_at, keys_of
-from automodel_ckpt.config.tree.convert import describe, members, section_type, target_type
+from automodel_ckpt.config.tree.convert import describe, members, section_type
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.config.tree.rules import MISSING
 from automodel_ckpt.errors import RecipeError
 
 USAGE = """\
-usage: ckpt-train [launch flags] RECIPE.yaml [--dotted.key VALUE | --dotted.key=VALUE ...]
+usage: ckpt-train RECIPE.yaml [--dotted.key VALUE | --dotted.key=VALUE ...] [flags]
+       ckpt-train --model MODEL --data DATA [--lora] [--dotted.key VALUE ...] [flags]
 
-Fine-tunes a Hugging Face model according to a recipe file and saves checkpoints. The same command resumes the run.
+Fine-tunes a Hugging Face model and saves checkpoints. The same command resumes the run.
+"""
+VALUES = """\
 Flags, recipe and overrides can be given in any order. Later overrides take precedence.
 
-  --k v  --k=v  --k (true)  --a.b null  --a.list '[1, 2]'  --a.list.0 x  --section '{key: value}'
+--k v  --k=v  --k (true)  --a.b null  --a.list '[1, 2]'  --a.list.0 x  --section '{key: value}'
 
 Values are parsed according to the type of the key, in the file and on the command line. null, none, None and ~ mean
 null, unless the key lists none as a value; quoted ('none') they are text. Brackets and {{ }} in a text value are text.
 An empty optional section is an error: write {} to use its defaults, or null to disable it.
 """
-MODES = """\
-instead of training:
-  --help TOPIC    describe a section, a key or a builder, such as checkpoint, optimizer.lr, dataset, dataset.messages
-  --print-config  print the recipe with defaults and overrides, and the origin of each value
-  --convert-recipe
-                  print a recipe of NeMo AutoModel as a recipe of this program, with a comment for each changed key
-  --dry-run       check recipe, data and model without loading weights; print memory, disk use and the resume point
-                  (--device-memory SIZE, such as 80GiB: forecast for a GPU with this memory, also on another machine)
-  --show-samples N
-                  print the first N samples as they are trained, with the trained tokens marked, and their lengths
-  --write-launcher slurm|k8s|skypilot
-                  print a batch script for Slurm, a TrainJob of Kubeflow, an indexed Job of Kubernetes or a task of
-                  SkyPilot that runs the recipe with the given --nnodes and --nproc-per-node; submits nothing
-                  (--output FILE: write it to a new file; --time-limit [DAYS-]HH:MM:SS for slurm, default 08:00:00;
-                  --image IMAGE for the others; --volume-claim NAME for Kubernetes, default training)
-  --list          list the example recipes
-  --copy NAME DIR copy an example recipe, and the JSON schema that it names, to a directory
-  --schema        print the JSON schema of a recipe, for editors
-  --version       print the version
-  --selftest-resume
-                  train a few steps without interruption, then with a stop and a resume, and compare the results bit
-                  by bit (--selftest-steps N, default 6 or a smaller step_scheduler.max_steps; --selftest-nproc N:
-                  number of ranks to resume on; --json)
+"""How values are written on the command line."""
+_OPTIONS = """
+--model MODEL | Without a recipe: a model of the Hub or a directory; writes a recipe to the working directory
+--data DATA | Without a recipe: a JSONL file, or what dataset.path takes; the columns of its first row determine the
+  builder: messages; prompt and completion; instruction and output; text
+--lora | Without a recipe: train LoRA adapters of rank 16 on all linear layers, instead of all weights
+--verbose | Show debug messages too, such as what is saved where; the same as -v and --logging.level debug
+--dry-run | Check recipe, data and model without loading weights; print memory, disk use and the resume point
+--device-memory SIZE | With --dry-run: forecast for a GPU with this memory, such as 80GiB, also on another machine
+--show-samples N | Print the first N samples with the trained tokens marked; and their lengths
+--print-config | Print the recipe with defaults and overrides, and the origin of each value
+--convert-recipe | Print a recipe of NeMo AutoModel as a recipe of this program; with a comment for each changed key
+--write-launcher slurm,k8s,skypilot | Print a batch script for Slurm, a TrainJob of Kubeflow, an indexed Job of
+  Kubernetes or a task of SkyPilot that runs the recipe with the given --nnodes and --nproc-per-node; submits nothing
+--output FILE | With --write-launcher: write it to a new file
+--time-limit TIME | With --write-launcher slurm: [DAYS-]HH:MM:SS, default 08:00:00
+--image IMAGE | With --write-launcher k8s or skypilot: the image of the container
+--volume-claim NAME | With --write-launcher k8s: the claim of the volume, default training
+--list | List the example recipes
+--copy NAME DIR | Copy an example recipe to a directory; also the JSON schema that it names
+--schema | Print the JSON schema of a recipe, for editors
+--version | Print the version
+--selftest-resume | Train a few steps without interruption, then with a stop and a resume, and compare the results bit
+  by bit
+--selftest-steps N | With --selftest-resume: number of steps, default 6 or a smaller step_scheduler.max_steps
+--selftest-nproc N | With --selftest-resume: number of ranks to resume on
+--json | With --selftest-resume: print JSON
+--help TOPIC | Describe a section, a key or a builder, such as checkpoint, optimizer.lr, dataset, dataset.messages; all
+  describes everything
 """
-VERBOSE = """\
-  -v, --verbose     Show debug messages too, such as what is saved where; the same as --logging.level debug.
+OPTIONS: Sequence[tuple[str, str]] = tuple(
+    (name, text)
+    for name, _, text in (
+        line.partition(" | ") for line in _OPTIONS.replace("\n  ", " ").strip().splitlines()
+    )
+)
+"""The flags that are neither launch flags nor keys, with their values, and their documentation."""
+_NUM_FIRST = 3
+"""The options of a run without a recipe, which are the first."""
+_USUAL_FLAGS = """
+--model --data --lora --nproc-per-node --nnodes --run-name --trust --verbose
+--dry-run --show-samples --print-config --list --copy
+"""
+_USUAL_KEYS = """
+recipe model.from_pretrained model.activation_checkpointing peft.r peft.target_modules
+dataset._target_ dataset.path dataset.seq_length validation_dataset.path packed_sequence.size
+optimizer.lr lr_scheduler.name lr_scheduler.warmup_ratio
+step_scheduler.global_batch_size step_scheduler.local_batch_size step_scheduler.num_epochs step_scheduler.max_steps
+step_scheduler.ckpt_every_steps checkpoint.checkpoint_dir checkpoint.keep_last
+"""
+_DATA = ("dataset", "validation_dataset")
+_MORE = """\
+ckpt-train --help TOPIC describes a section, key or builder, such as optimizer or dataset.messages
+ckpt-train --help all describes everything
 """
 EXIT_CODES = """\
 exit codes:
@@ -79,9 +114,12 @@ exit codes:
 def topic_text(topic: str) -> str:
     """Return the text of ``--help TOPIC``.
 
-    A topic is a section (``checkpoint``), a key (``optimizer.lr``), or a builder of a section (``dataset.messages``).
+    A topic is a section (``checkpoint``), a key (``optimizer.lr``), a builder of a section (``dataset.messages``), or
+    ``all``.
     Raises :class:`RecipeError` for any other topic.
     """
+    if topic == "all":
+        return all_text()
     name, _, rest = topic.partition(".")
     hints = typing.get_type_hints(RecipeConfig)
     if name not in hints:
@@ -135,9 +173,14 @@ def _builder_lines(builder: BuilderHelp, section: str) -> Iterator[str]:
             yield from _wrapped(paragraph)
     yield ""
     for argument in builder.arguments:
-        presence = "required" if argument.default is None else f"default {argument.default}"
-        yield f"  {section}.{argument.name}  [{argument.kind}; {presence}]"
+        yield f"  {section}.{argument.name}  {_of_argument(argument)}"
         yield from _wrapped(argument.text, indent=6)
+
+
+def _of_argument(argument: Argument) -> str:
+    """The type and the default of an argument of a builder, as :func:`_values` of a key."""
+    presence = "required" if argument.default is None else f"default {argument.default}"
+    return f"[{argument.kind}; {presence}]"
 
 
 def _key_text(key: str, others: list[str]) -> str:
@@ -155,7 +198,7 @@ def _key_text(key: str, others: list[str]) -> str:
 def _described_rows(section: type[Any], prefix: str, skip: Collection[str] = ()) -> Iterator[str]:
     """Each key on a line with its type and default, and its documentation below."""
     for name, text, values in _keys(section, prefix, skip):
-        yield f"  {name}  {values}"
+        yield from _wrapped(f"{name}  {values}", indent=2)
         yield from _wrapped(text, indent=6)
 
 
@@ -179,12 +222,11 @@ def _keys(
 
 def _wrapped(text: str, indent: int = 0) -> Iterator[str]:
     """*text* in lines of at most 100 columns, or of the terminal's width if it is narrower."""
-    width = min(get_terminal_size().columns, 100)
     spaces = " " * indent
     # A long name, such as a path, is longer than a line rather than cut.
     yield from textwrap.wrap(
         text,
-        width,
+        _width(),
         initial_indent=spaces,
         subsequent_indent=spaces,
         break_long_words=False,
@@ -192,17 +234,69 @@ def _wrapped(text: str, indent: int = 0) -> Iterator[str]:
     )
 
 
+def _width() -> int:
+    return min(get_terminal_size((100, 24)).columns, 100)
+
+
 def _unknown_topic(topic: str, known: list[str]) -> RecipeError:
     meant = closest(topic, known)
-    hint = f"did you mean --help {meant}?" if meant else "ckpt-train --help lists all keys"
+    hint = f"did you mean --help {meant}?" if meant else "ckpt-train --help all lists all keys"
     return RecipeError("there is no help on this topic", where="--help", value=topic, hint=hint)
 
 
 def help_text() -> str:
-    """Return the text of ``--help``."""
-    flags = "\n".join(_rows(LaunchFlags, "", dashes=True))
-    keys = "\n".join(_sections(RecipeConfig))
-    return f"{USAGE}\nlaunch flags:\n{flags}\n{VERBOSE}\n{MODES}\nkeys of a recipe:\n{keys}\n\n{EXIT_CODES}"
+    """Return the text of ``--help``, which fits on a screen."""
+    usual = [
+        (flag, text.partition(";")[0].rstrip("."))
+        for flag, text in flags()
+        if flag.partition(" ")[0] in _USUAL_FLAGS.split()
+    ]
+    known = {name: (values, text) for name, text, values in _keys(RecipeConfig, "")}
+    for each in builder_help(f"{PACKAGE}data.chat.messages").arguments:
+        known |= {f"{name}.{each.name}": (_of_argument(each), each.text) for name in _DATA}
+    keys = []
+    for key in _USUAL_KEYS.split():
+        values, text = known.get(key) or known[key.rpartition(".")[0]]
+        kind, _, default = values[1:-1].partition("; ")
+        kind = _cut(kind.removeprefix("a ").removesuffix(" or null"), 20)
+        kind += f" ({default.removeprefix('default ')})"
+        brief = re.split("[;:.] ", text)[0].rstrip(".")
+        keys.append((key, f"{kind:28}  {brief[0].upper()}{brief[1:]}"))
+    keys_title = "\nkeys that people set, with type and default:"
+    parts = [USAGE, "flags:", *_in_columns(usual), keys_title, *_in_columns(keys), f"\n{_MORE}"]
+    return "\n".join(parts)
+
+
+def all_text() -> str:
+    """Return the text of ``--help all``."""
+    lines = [USAGE]
+    for paragraph in VALUES.split("\n\n"):
+        lines += [*_wrapped(paragraph), ""]
+    lines.append("flags:")
+    for flag, text in flags():
+        lines += [f"  {flag}", *_wrapped(text, indent=6)]
+    lines.append("\nkeys of a recipe:")
+    topics = [topic_text(field.name) for field in dataclasses.fields(RecipeConfig)]
+    return "\n".join([*lines, *topics, EXIT_CODES])
+
+
+def flags() -> Iterator[tuple[str, str]]:
+    """Each flag with the name of its value, and its documentation."""
+    yield from OPTIONS[:_NUM_FIRST]
+    for name, text in field_docs(LaunchFlags).items():
+        yield f"--{name.replace('_', '-')}", text
+    yield from OPTIONS[_NUM_FIRST:]
+
+
+def _in_columns(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """One line for each name with its text, which is cut at the width of the terminal."""
+    indent = max(len(name) for name, _ in rows) + 4
+    for name, text in rows:
+        yield f"  {name:{indent - 4}}  {_cut(text, max(_width() - indent, 20))}"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3].rpartition(' ')[0]} ..."
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:
@@ -229,31 +323,6 @@ def section_doc(section: type[Any]) -> str:
 def _one_line(text: str) -> str:
     # The lines of a string in the source are indented.
     return " ".join(text.split())
-
-
-def _sections(schema: type[Any]) -> Iterator[str]:
-    hints = typing.get_type_hints(schema)
-    sections = {name: section_type(members(hint)) for name, hint in hints.items()}
-    yield from _rows(schema, "", skip={name for name, section in sections.items() if section})
-    for name, section in sections.items():
-        if section:
-            plug_in = (
-                "; or _target_ with keyword arguments" if target_type(members(hints[name])) else ""
-            )
-            yield f"\n{name}: {section_doc(section).rstrip('.')}{plug_in}"
-            yield from _rows(section, f"{name}.")
-
-
-def _rows(
-    section: type[Any], prefix: str, *, dashes: bool = False, skip: Collection[str] = ()
-) -> Iterator[str]:
-    """One line for each key, with the names in a column."""
-    rows = list(_keys(section, prefix, skip))
-    if dashes:
-        rows = [(f"--{name.replace('_', '-')}", *others) for name, *others in rows]  # type: ignore[misc]
-    width = max(len(name) for name, _, _ in rows)
-    for name, text, values in rows:
-        yield f"  {name:{width}}  {text} {values}"
 
 
 def _values(field: dataclasses.Field[Any], hint: Any) -> str:

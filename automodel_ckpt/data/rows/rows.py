@@ -9,15 +9,17 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from automodel_ckpt.base.bounded_templates import BoundedEnvironment
-from automodel_ckpt.data.collate import Where
 from automodel_ckpt.data.rows.row_files import check_tables, read_records
 from automodel_ckpt.errors import RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.data.collate import Where
 
 
 def is_template(field: str) -> bool:

@@ -22,9 +22,7 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.vocabulary import num_embeddings
 from automodel_ckpt.models.layers.adapter_layers import (
-    find_modules,
-    find_parameters,
-    numbers_of_layers,
+    find_layers,
 )
 from automodel_ckpt.models.layers.lora import ADAPTER_NAME, Lora
 from automodel_ckpt.models.quantize import freeze_quantized
@@ -60,12 +58,10 @@ def add_adapters(
     saved in full and get no adapters. Raises :class:`RecipeError` for names that match no module, or no module that can
     have an adapter.
     """
-    parameters = find_parameters(model, lora.target_parameters)
-    targets, saved = find_modules(model, lora, head)
+    parameters, targets, saved, ranks, alphas = find_layers(model, lora, head)
     if getattr(model, "is_quantized", False):
         freeze_quantized(model)
     model_class = type(model)
-    ranks, alphas = numbers_of_layers(lora, targets)
     peft_config = _lora_config(model, lora, targets, parameters, saved, task_type)
     all_names = [*targets, *(name.rpartition(".")[0] for name in parameters)]
     peft_config.rank_pattern = _peft_patterns(lora.rank_pattern, ranks, all_names)

@@ -64,6 +64,22 @@ def _available(wanted: Iterable[str], pattern: str = "") -> str:
     return f"did you mean {' or '.join(near)}? {hint}" if near else hint
 
 
+def find_layers(
+    model: nn.Module, lora: Lora, head: Sequence[str] = ()
+) -> tuple[list[str], list[str], list[str], dict[str, int], dict[str, int]]:
+    """Find what the settings of *lora* select in *model*, which may be on the meta device.
+
+    Returns:
+        What :func:`find_parameters`, :func:`find_modules` and :func:`numbers_of_layers` return.
+
+    Raises:
+        RecipeError: If a pattern matches nothing, or nothing that can have an adapter.
+    """
+    parameters = find_parameters(model, lora.target_parameters)
+    targets, saved = find_modules(model, lora, head)
+    return parameters, targets, saved, *numbers_of_layers(lora, targets)
+
+
 def find_modules(
     model: nn.Module, lora: Lora, head: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:

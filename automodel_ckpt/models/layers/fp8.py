@@ -39,12 +39,7 @@ def convert_to_fp8(
 
     Raises :class:`RecipeError` for a device without FP8, without torchao, or if there is no layer to convert.
     """
-    capability = None
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-    check_device(device.type, capability, emulate=emulate)
-    if importlib.util.find_spec("torchao") is None:
-        raise _error("torchao is not installed", recipe, "pip install 'automodel_ckpt[fp8]'")
+    require_fp8(device, emulate=emulate)
     selected, num_odd = fp8_layers(model, exclude)
     if not selected:
         raise _error(
@@ -74,6 +69,16 @@ def _change_class(layer: nn.Module, config: Any) -> None:
         if name not in vars(layer):
             object.__setattr__(layer, name, value)
     layer.__class__ = type(converted)
+
+
+def require_fp8(device: torch.device, *, emulate: bool) -> None:
+    """Raise :class:`RecipeError` for a device without FP8 unless *emulate* is set, and without torchao."""
+    capability = None
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    check_device(device.type, capability, emulate=emulate)
+    if importlib.util.find_spec("torchao") is None:
+        raise _error("torchao is not installed", None, "pip install 'automodel_ckpt[fp8]'")
 
 
 def check_device(device_type: str, capability: tuple[int, int] | None, *, emulate: bool) -> None:

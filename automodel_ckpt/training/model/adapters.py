@@ -85,14 +85,18 @@ def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
     )
 
 
+def head_of(request: ModelRequest, model: nn.Module) -> tuple[str, ...]:
+    """The names of the modules of a classification head, which are trained in full. Empty for other models."""
+    if not request.has_task_head:
+        return ()
+    from automodel_ckpt.models.task_head import head_modules
+
+    return head_modules(model)
+
+
 def adapt(request: ModelRequest, model: nn.Module, num_base_rows: int | None) -> Adapted:
     """Add the adapters of the section ``peft`` to *model*, in place. Its base has *num_base_rows* embeddings."""
     assert request.config.peft is not None
-    head: tuple[str, ...] = ()
-    if request.has_task_head:
-        from automodel_ckpt.models.task_head import head_modules
-
-        head = head_modules(model)
     # Checkpoints store only the adapters, under peft's names.
     set_stored_layout(model, StoredLayout())
     adapted = add_adapters(
@@ -100,7 +104,7 @@ def adapt(request: ModelRequest, model: nn.Module, num_base_rows: int | None) ->
         lora_of(request.config.peft),
         task_type=request.task_type,
         num_base_rows=num_base_rows,
-        head=head,
+        head=head_of(request, model),
     )
     if request.keeps_masters:
         widen_trained(adapted.model)

@@ -165,18 +165,36 @@ def _freeze_as_built(
 
     transformers' ``from_pretrained`` makes them trainable (seen with 5.23).
     """
-    uses_code_of_base = uses_code(config, auto_class, repository_options(section))
-    options = {"trust_remote_code": uses_code_of_base}
-    try:
-        with importing_code(uses_code_of_base):
-            built = on_meta(lambda: _made(_not_quantized(config), auto_class, options, None))
-    except CANNOT_BUILD:
-        log.debug("the model cannot be built without memory", exc_info=True)
+    built = skeleton(config, auto_class, section)
+    if built is None:
         return
     frozen = {name for name, each in built.named_parameters() if not each.requires_grad}
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
+
+
+def skeleton(
+    config: PreTrainedConfig, auto_class: Any, section: ModelConfig, **more: Any
+) -> nn.Module | None:
+    """The model of *config* on the meta device, without the layers of ``model.mtp``. Draws no random numbers.
+
+    *more* are arguments of ``from_config``; raises ImportError if they need a package that is not installed. Returns
+    None when the model cannot be built without memory.
+    """
+    uses_code_of_base = uses_code(config, auto_class, repository_options(section))
+    options = {"trust_remote_code": uses_code_of_base, **more}
+    try:
+        with importing_code(uses_code_of_base), torch.random.fork_rng(devices=[]):
+            built: nn.Module = on_meta(
+                lambda: _made(_not_quantized(config), auto_class, options, None)
+            )
+    except CANNOT_BUILD as error:
+        if more and isinstance(error, ImportError):
+            raise
+        log.debug("the model cannot be built without memory", exc_info=True)
+        return None
+    return built
 
 
 def _not_quantized(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -22,10 +22,11 @@ from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.build import build_errors
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.inspect.float32_parts import float32_names
 from automodel_ckpt.models.inspect.forward import accepts_use_cache
-from automodel_ckpt.models.inspect.repository import base_directory
+from automodel_ckpt.models.inspect.repository import base_directory, quiet
 from automodel_ckpt.models.inspect.vocabulary import (
     num_embeddings,
     resize_vocabulary,
@@ -58,6 +59,7 @@ from automodel_ckpt.training.model.deferred_model import (
     check_mesh,
     has_cuda_graphs,
     shard_for_training,
+    skeleton,
 )
 from automodel_ckpt.training.model.pretrained_files import layout_in_files, types_in_files
 from automodel_ckpt.training.model.probes import (
@@ -320,6 +322,46 @@ class Trainable:
         """Call the model with *inputs* on its device, in the dtype that all ranks compute in. Returns its output."""
         with self.compute():
             return self.model(**inputs, **self.forward_options)
+
+
+def check_before_data(request: ModelRequest) -> None:
+    """Raise :class:`RecipeError` for a key that the device does not support, and for names that the model lacks.
+
+    :func:`build_trainable` would raise the same, after the data were read. A model that cannot be built without memory
+    is checked there.
+    """
+    config, section, device = request.config, request.config.model, request.layout.device
+    if isinstance(section, Target):
+        return
+    if config.peft is not None:
+        from automodel_ckpt.training.model.adapters import quantization
+
+        quantization(config, request.layout)
+    if config.fp8 is not None:
+        from automodel_ckpt.models.layers.fp8 import require_fp8
+
+        require_fp8(device, emulate=config.fp8.emulate)
+    attention = section.attn_implementation
+    if config.peft is None and not section.freeze and attention is None:
+        return
+    assert request.model_config is not None
+    options = {} if attention is None else {"attn_implementation": attention}
+    with build_errors(section.from_pretrained):
+        model = skeleton(request.model_config, request.auto_class, section, **options)
+    if model is None:
+        return
+    check_attention(model, device)
+    # What it logs is logged again.
+    with quiet(log.name):
+        if config.peft is not None:
+            from automodel_ckpt.models.layers.adapter_layers import find_layers
+            from automodel_ckpt.training.model.adapters import head_of, lora_of
+
+            find_layers(model, lora_of(config.peft), head_of(request, model))
+        else:
+            from automodel_ckpt.models.layers.freezing import freeze
+
+            freeze(model, section.freeze, section.freeze_if_present)
 
 
 def build_trainable(request: ModelRequest) -> Trainable:

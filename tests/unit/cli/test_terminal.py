@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,3 +92,19 @@ def test_colour_follows_the_terminal_unless_it_is_asked_for(
     assert coloured("a", "red", sys.__stdout__) == "\x1b[31ma\x1b[0m"
     monkeypatch.setenv("NO_COLOR", "1")
     assert coloured("a", "red", sys.__stdout__) == "a"
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_errors_on_a_terminal_have_colors_and_break_between_words(no_color: str) -> None:
+    environment = {**os.environ, "COLUMNS": "40", "TERM": "xterm", "NO_COLOR": no_color}
+    terminal, other_end = pty.openpty()
+    command = [str(Path(sys.executable).with_name("ckpt")), "show", "nowhere"]
+    subprocess.run(command, stderr=other_end, env=environment, check=False)
+    os.close(other_end)
+    lines = os.read(terminal, 4096).decode().splitlines()
+    os.close(terminal)
+    error, hint = ("error", "hint") if no_color else ("\x1b[31merror\x1b[0m", "\x1b[32mhint\x1b[0m")
+    assert lines[0] == f"{error}: checkpoint not found"
+    assert lines[3] == f"  {hint}:   specify a run directory, a"
+    assert lines[4].startswith(" " * 10)
+    assert all(len(line) < 40 for line in lines[4:])

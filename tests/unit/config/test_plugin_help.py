@@ -31,6 +31,22 @@ def test_every_section_has_a_help_text_with_all_of_its_keys(section: str) -> Non
     assert not [line for line in sentences if "  " in line]
 
 
+def test_help_fits_on_a_screen_and_help_all_has_every_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["--help"]) == EXIT_DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 100
+    monkeypatch.setenv("COLUMNS", "70")
+    assert main(["--help", "all"]) == EXIT_DONE
+    text = capsys.readouterr().out
+    assert all(f"  {key}  [" in text for key in keys_of(RecipeConfig) if "." in key)
+    texts = [line for line in text.splitlines()[2:] if line.startswith("      ")]
+    assert max(map(len, texts)) <= 70
+
+
 def test_every_argument_of_a_data_builder_is_described() -> None:
     builders = list(builders_of("dataset"))
     assert len(builders) > 10
