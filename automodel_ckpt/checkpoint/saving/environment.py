@@ -10,7 +10,9 @@ import sys
 from importlib import metadata
 from typing import Any
 
-_PACKAGES = ("automodel-ckpt", "torch", "transformers", "safetensors", "peft", "datasets", "numpy")
+from automodel_ckpt.base.version import __version__
+
+_PACKAGES = ("torch", "transformers", "safetensors", "peft", "datasets", "numpy")
 
 
 @functools.cache
@@ -21,7 +23,11 @@ def environment() -> dict[str, Any]:
         "executable": sys.executable,
         "platform": platform.platform(),
         "host": socket.gethostname(),
-        "packages": {name: version_of(name) for name in _PACKAGES},
+        # An editable install has the metadata of the revision that it was installed from.
+        "packages": {
+            "automodel-ckpt": __version__,
+            **{name: version_of(name) for name in _PACKAGES},
+        },
         "git_commit": _git_commit(),
     }
 

@@ -15,7 +15,7 @@ import yaml
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.rng import seed_everything
-from automodel_ckpt.checkpoint.saving.environment import version_of
+from automodel_ckpt.base.version import __version__
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import unused_without_checkpoints
 from automodel_ckpt.errors import RecipeError
@@ -76,11 +76,11 @@ def validate_equal_lengths(name: str, num_samples: int | None, group: ProcessGro
         )
 
 
-def _versions() -> dict[str, str | None]:
+def _versions() -> dict[str, str]:
     # Without the build (+cu128): nodes with different hardware may need different builds.
     torch_version, _, _ = torch.__version__.partition("+")
     return {
-        "automodel_ckpt": version_of("automodel-ckpt"),
+        "automodel_ckpt": __version__,
         "torch": torch_version,
         "transformers": transformers.__version__,
     }
