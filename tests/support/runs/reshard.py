@@ -80,13 +80,12 @@ class Shared:
 
     def __init__(self, way: Way) -> None:
         self.way, self.layout = way, layout_here(**dict(way.sizes))
-        built = model_of(tie_word_embeddings=True)
+        built = model_of(tie_word_embeddings=True, num_hidden_layers=4)
         built.model.layers[0].odd = Odd()  # type: ignore[union-attr]
         built.model.layers[0].mlp.gate_proj.weight.requires_grad_(False)  # type: ignore[union-attr]
         self.model = self._shared(built)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        # A group, which can be empty: of four stages one has no parameter.
-        self.optimizer = torch.optim.AdamW([{"params": trained}], lr=LR)
+        self.optimizer = torch.optim.AdamW(trained, lr=LR)
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
