@@ -5,9 +5,11 @@ Torn lines and lines without numbers are ignored, because a report is most usefu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from automodel_ckpt.checkpoint.files import layout
@@ -67,19 +69,12 @@ class Series:
                 points[self.steps[index]] = self.values[index]
         return Series.of(points)
 
-    def smoothed(self) -> Series:
-        """Return the exponential moving average over a hundredth of the series, at least ten values.
-
-        The bias at the start is corrected as in Adam (Kingma and Ba, 2015).
-        """
-        decay = 1 - 1 / max(10, len(self) / 100)
-        average = total_weight = 0.0
-        averages = []
-        for value in self.values:
-            average = decay * average + (1 - decay) * value
-            total_weight = decay * total_weight + (1 - decay)
-            averages.append(average / total_weight)
-        return Series(self.steps, tuple(averages))
+    def means(self, window: int, num_points: int) -> Series:
+        """Return the means of *window* values around each point, for at most *num_points* points."""
+        last, half = len(self) - 1, window // 2
+        indices = [*range(0, last, math.ceil(len(self) / num_points)), last]
+        around = [self.values[max(0, index - half) : index - half + window] for index in indices]
+        return Series(tuple(self.steps[index] for index in indices), tuple(map(fmean, around)))
 
 
 class Checkpoint(NamedTuple):

@@ -1,65 +1,59 @@
 "use strict";
-// A chart shows the values at the step under the pointer, or, in focus, at one that the arrow keys choose.
-const tip = document.getElementById("tip"), left = 62, right = 846, width = 860;
-function nearest(steps, step) {
-  let low = 0, high = steps.length - 1;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (steps[middle] < step) low = middle + 1; else high = middle;
-  }
-  return low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : low;
+// A chart shows the values at the step under the pointer or, in focus, at one that the arrow keys choose.
+const tip = document.getElementById("tip");
+function nearest(points, x) {
+  return points.reduce((best, point) => Math.abs(point.x - x) < Math.abs(best.x - x) ? point : best);
 }
-function text(tag, content, name) {
-  const element = document.createElement(tag);
-  element.textContent = content;
-  if (name) element.className = name;
-  return element;
+function row(content, key) {
+  const element = document.createElement("div");
+  if (key) element.append(key);
+  element.append(content);
+  tip.append(element);
 }
-for (const figure of document.querySelectorAll("figure")) {
-  const svg = figure.querySelector("svg"), cursor = svg.querySelector(".cursor");
-  const lines = JSON.parse(figure.querySelector("script").textContent);
-  const low = +svg.dataset.low, high = +svg.dataset.high;
-  const steps = [...new Set(lines.flatMap(line => line.steps))].sort((a, b) => a - b);
-  let at = steps.length - 1;
-  function show(index, x, y) {
-    at = index;
-    const here = steps[at], place = left + (here - low) / (high - low) * (right - left);
-    tip.replaceChildren(text("div", "step " + here.toLocaleString("en")));
-    for (const line of lines) {
-      const index = nearest(line.steps, here);
-      if (line.steps[index] !== here) continue;
-      const row = document.createElement("div");
-      row.append(text("span", "", "key c" + line.colour), line.label + ": " + Number(line.values[index].toPrecision(6)));
-      tip.append(row);
+for (const svg of document.querySelectorAll(".plot")) {
+  const cursor = svg.querySelector(".cursor"), axes = [svg.dataset.x, svg.dataset.y].map(text => text.split(" ").map(Number));
+  const value = (axis, at) => axes[axis][0] + at / 1000 * (axes[axis][1] - axes[axis][0]);
+  const lines = [...svg.querySelectorAll("polyline")].map(line => [line, [...line.points]]);
+  const points = lines.flatMap(line => line[1]).sort((a, b) => a.x - b.x);
+  let at = 1000;
+  function show(x) {
+    at = nearest(points, x).x;
+    tip.replaceChildren();
+    row("step " + Math.round(value(0, at)).toLocaleString("en"));
+    for (const [line, own] of lines) {
+      const point = nearest(own, at), key = document.createElement("b");
+      if (Math.abs(point.x - at) > 4) continue;
+      key.className = "key " + line.className.baseVal;
+      key.textContent = "■ ";
+      row(line.dataset.label + ": " + Number(value(1, 1000 - point.y).toPrecision(5)), key);
     }
-    cursor.setAttribute("x1", place);
-    cursor.setAttribute("x2", place);
+    cursor.setAttribute("x1", at / 10 + "%");
+    cursor.setAttribute("x2", at / 10 + "%");
     tip.hidden = false;
-    const box = svg.getBoundingClientRect();
-    x = x ?? box.left + place / width * box.width;
-    y = y ?? box.top + 14;
-    tip.style.left = Math.max(8, Math.min(x + 14, innerWidth - tip.offsetWidth - 8)) + "px";
-    tip.style.top = Math.max(8, Math.min(y + 14, innerHeight - tip.offsetHeight - 8)) + "px";
+    const box = svg.getBoundingClientRect(), left = box.left + at / 1000 * box.width + 14;
+    tip.style.left = (left + tip.offsetWidth < innerWidth ? left : Math.max(8, left - 28 - tip.offsetWidth)) + "px";
+    tip.style.top = Math.max(8, box.top + 8) + "px";
   }
-  function pointed(event) {
-    const box = svg.getBoundingClientRect(), x = (event.clientX - box.left) / box.width * width;
-    if (x < left || x > right) return leave();
-    show(nearest(steps, low + (x - left) / (right - left) * (high - low)), event.clientX, event.clientY);
-  }
-  svg.addEventListener("pointermove", pointed);
-  svg.addEventListener("pointerdown", pointed);
-  svg.addEventListener("keydown", event => {
-    const to = {ArrowLeft: at - 1, ArrowRight: at + 1, PageUp: at - 10, PageDown: at + 10, Home: 0, End: steps.length - 1}[event.key];
-    if (event.key === "Escape") leave();
-    if (to === undefined) return;
-    event.preventDefault();
-    show(Math.max(0, Math.min(to, steps.length - 1)));
-  });
-  svg.addEventListener("blur", leave);
   function leave() {
     tip.hidden = true;
-    cursor.setAttribute("x1", -9);
-    cursor.setAttribute("x2", -9);
+    cursor.setAttribute("x1", -99);
+    cursor.setAttribute("x2", -99);
   }
+  function pointed(event) {
+    const box = svg.getBoundingClientRect();
+    show((event.clientX - box.left) / box.width * 1000);
+  }
+  svg.tabIndex = 0;
+  svg.addEventListener("pointermove", pointed);
+  svg.addEventListener("pointerdown", pointed);
   svg.addEventListener("pointerleave", leave);
+  svg.addEventListener("blur", leave);
+  svg.addEventListener("keydown", event => {
+    const later = points.filter(point => point.x > at), earlier = points.filter(point => point.x < at);
+    const to = {ArrowLeft: earlier.at(-1), ArrowRight: later[0], Home: points[0], End: points.at(-1)}[event.key];
+    if (event.key === "Escape") leave();
+    if (!to) return;
+    event.preventDefault();
+    show(to.x);
+  });
 }

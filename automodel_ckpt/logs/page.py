@@ -1,20 +1,17 @@
-"""Write one self-contained HTML page for one or more runs: it loads no script, style or image from elsewhere."""
+"""Render a report of one or more runs. It loads no script, style or image from elsewhere."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from automodel_ckpt.base.units import counted, exact_time, size_text
-from automodel_ckpt.logs import charts
-from automodel_ckpt.logs.charts import NUM_COLORS, Chart
-from automodel_ckpt.logs.goodput import CATEGORIES, Goodput
-from automodel_ckpt.logs.history import Checkpoint, History, Series
+from automodel_ckpt.base.units import counted, duration, size_text
+from automodel_ckpt.logs.charts import MARKS, NUM_COLORS, charts_of, short
+from automodel_ckpt.logs.goodput import CATEGORIES
+from automodel_ckpt.logs.history import History, Series
 
-_CHECKPOINT_TITLES = ("checkpoint", "date", "step", "epoch", "train", "validation", "size", "")
 _FOLDER = Path(__file__).parent
 _FIGURES: Sequence[tuple[str, str, Callable[[Sequence[float]], str]]] = (
     ("tps", "tokens per second", lambda values: f"{median(values):,.0f}"),
@@ -24,65 +21,33 @@ _FIGURES: Sequence[tuple[str, str, Callable[[Sequence[float]], str]]] = (
 """Fields of steps, and how the summary of a run shows them."""
 
 
-def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | None = None) -> str:
-    """Return the HTML document for *runs*.
+def page(
+    runs: Sequence[History],
+    differences: Mapping[str, Sequence[str]] | None = None,
+    template: str = "page.html.jinja",
+) -> str:
+    """Return the HTML document for *runs*, or with the template ``loss.svg.jinja`` their loss as an image.
 
-    *differences* maps the keys of recipes that differ between the runs to their values, one per run.
+    Args:
+        runs: The runs, at least one.
+        differences: The keys of recipes that differ between the runs, with their values, one per run.
+        template: The file of the template.
+
+    Returns:
+        The document.
     """
     from jinja2 import Environment, FileSystemLoader
 
-    drawn = charts.charts_of(runs)
-    figures = [dict(summary(run)) for run in runs]
+    facts = [dict(summary(run)) for run in runs]
+    rows = {name: [each.get(name, "") for each in facts] for each in facts for name in each}
     # Names of runs and checkpoints are names of directories: any text, also HTML.
     environment = Environment(autoescape=True, loader=FileSystemLoader(_FOLDER))
-    environment.filters["checkpoint_row"] = _checkpoint_row
-    environment.globals.update(num_colors=NUM_COLORS, size=charts, short=charts.short)
-    return environment.get_template("page.html.jinja").render(
-        runs=list(runs),
-        style=(_FOLDER / "page.css").read_text("utf-8"),
-        script=(_FOLDER / "page.js").read_text("utf-8"),
-        figures=figures,
-        titles=list(dict.fromkeys(title for found in figures for title in found)),
-        differences=differences,
-        legend=charts.LEGEND,
-        charts=[(chart, _data(chart)) for chart in drawn],
-        checkpoint_titles=_CHECKPOINT_TITLES,
-        times=lambda goodput: list(_times(goodput)),
-        counted=counted,
+    environment.globals.update(
+        marks=MARKS, num_colors=NUM_COLORS, short=short, counted=counted, date=_date
     )
-
-
-def _data(chart: Chart) -> str:
-    """Return the values of a chart as JSON, which page.js shows at the pointer."""
-    data = []
-    for line in chart.lines:
-        values = {"steps": line.series.steps, "values": line.series.values}
-        data.append({"label": line.label, "colour": line.run % NUM_COLORS, **values})
-    # In a script element, "</script>" in a label would end the element.
-    return json.dumps(data).replace("<", "\\u003c")
-
-
-def _times(goodput: Goodput) -> Iterator[tuple[int, float, str]]:
-    """Yield the color, the share and the text of each category of time."""
-    for color, (name, title) in enumerate(CATEGORIES.items()):
-        seconds = goodput.seconds[name]
-        if seconds > 0:
-            share = seconds / goodput.total
-            yield color, round(share, 6), f"{title} {exact_time(seconds)}: {share:.1%}"
-
-
-def _checkpoint_row(checkpoint: Checkpoint) -> list[str]:
-    found = checkpoint.summary
-    losses = (checkpoint.train_loss, checkpoint.val_loss)
-    return [
-        checkpoint.name,
-        _date(found.created),
-        str(found.step),
-        str(found.epoch),
-        *("" if loss is None else f"{loss:.4f}" for loss in losses),
-        size_text(found.nbytes),
-        ", ".join(checkpoint.pointers),
-    ]
+    environment.globals.update(duration=duration, size_text=size_text, categories=CATEGORIES)
+    rows |= differences or {}
+    return environment.get_template(template).render(runs=runs, rows=rows, charts=charts_of(runs))
 
 
 def _date(timestamp: float) -> str:

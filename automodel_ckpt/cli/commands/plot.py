@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
 
 _MAX_DIFFERENCES = 100
 """Keys of recipes in the table of differences, at most."""
-_MAX_TEXT_WIDTH = 40
+_TEMPLATES = {".html": "page.html.jinja", ".svg": "loss.svg.jinja"}
+_MAX_TEXT_WIDTH = 48
 """The largest width of the texts on both sides of a curve on a terminal."""
 USAGE = """
 Plot the curves of one or more runs: loss with checkpoints, LOWEST_VAL and resumes, gradient norm, learning rate,
 throughput, and the cost of saves. Without --output, small plots are printed.
 
 paths * RUN      | run directories, or paths inside them (default: current directory)
---output -o FILE | write a standalone .html page
+--output -o FILE | write a standalone .html page, or the loss alone as an .svg image
 """
 
 
@@ -66,17 +68,17 @@ def _names(paths: list[Path]) -> list[str]:
 def _write(runs: list[History], file: Path) -> None:
     """Write the page *file*. If that fails, an earlier report stays as it was."""
     from automodel_ckpt.convert.publishing import published_file
+    from automodel_ckpt.logs.page import page
 
-    if file.suffix not in (".html", ".htm"):
+    template = _TEMPLATES.get(file.suffix)
+    if template is None:
         raise RecipeError(
             "unsupported file extension",
             where="--output",
             value=str(file),
-            hint="write an .html page; a browser prints its charts, or saves them as images",
+            hint="write an .html page, or an .svg image of the loss",
         )
-    from automodel_ckpt.logs.page import page
-
-    text = page(runs, _differences(runs))
+    text = page(runs, _differences(runs), template)
     # A name may be no Unicode, and have characters that no browser shows.
     content = printable_lines(text).encode("utf-8", "backslashreplace")
     # Publishing renames: without this, it would replace a link instead of its target.
@@ -116,9 +118,6 @@ def _lines(run: History) -> Iterator[str]:
 
 def _document(run: History) -> dict[str, Any]:
     """Return the document of ``ckpt plot --json`` for one run."""
-    series = {}
-    for name, found in run.series.items():
-        series[name] = {"steps": list(found.steps), "values": list(found.values)}
     return {
         "name": run.name,
         "path": str(run.path),
@@ -127,5 +126,5 @@ def _document(run: History) -> dict[str, Any]:
         "goodput": run.goodput and run.goodput.share,
         "seconds_by_category": run.goodput and run.goodput.seconds,
         "checkpoints": [checkpoint.name for checkpoint in run.checkpoints],
-        "series": series,
+        "series": {name: asdict(found) for name, found in run.series.items()},
     }

@@ -219,8 +219,8 @@ def test_the_command_and_the_report_show_it(
     assert sum(document["seconds"].values()) == pytest.approx(document["total_seconds"])
     assert document["starts"][0]["seconds"].keys() == set(PHASES)
     html = page([read_history(tmp_path)])
-    assert "40.0% useful" in html
-    assert html.count('<i class="t0"') == 2
+    assert "steps 8 s (40.0%)" in html
+    assert html.count('<i class="t-steps"') == 2
 
 
 def test_damaged_lines_are_ignored(tmp_path: Path, clock: Clock) -> None:
