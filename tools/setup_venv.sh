@@ -42,4 +42,4 @@ torch_source() {
 
 works "$venv/bin/python" || make_venv
 # shellcheck disable=SC2046  # no source means no argument
-"$venv/bin/python" -m pip install --quiet --quiet -c "$constraints" $(torch_source) -e ".[$extras]" "${@:4}"
+"$venv/bin/python" -m pip install --disable-pip-version-check -c "$constraints" $(torch_source) -e ".[$extras]" "${@:4}"

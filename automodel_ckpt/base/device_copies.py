@@ -37,7 +37,7 @@ class PinnedMemory:
         except RuntimeError as error:
             self._works = False
             reason = str(error).splitlines()[0][:160]
-            log.info(
+            log.debug(
                 "page-locked memory is not available; copies to the GPU wait for it: %s", reason
             )
             return tensor

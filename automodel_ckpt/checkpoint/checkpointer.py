@@ -242,11 +242,9 @@ class Checkpointer:
             if self.is_rank0:
                 forecast = self.forecast(state)
                 self._planner.check_fits(forecast, classify(state))
-                log.info(
-                    "a checkpoint takes about %s; %s are free",
-                    size_text(forecast.nbytes),
-                    size_text(forecast.free_bytes),
-                )
+                size, free = size_text(forecast.nbytes), size_text(forecast.free_bytes)
+                log.info("checkpoints are saved in %s, about %s each", self.directory, size)
+                log.debug("%s are free", free)
         return forecast
 
     # ---------------------------------------------------------------- save

@@ -249,6 +249,11 @@ class Transfers:
 
         self._use_uploads("uploading the last checkpoint", finish)
 
+    @property
+    def uploading(self) -> str:
+        """How far the uploads are that the run waits for. Empty on other ranks than rank 0. Not collective."""
+        return "" if self.uploads is None else self.uploads.process.uploading
+
     def finish_before_stop(
         self,
         seconds_since_signal: float,

@@ -106,7 +106,7 @@ def messages(
             template, rows, lambda row: (turns_after_changes(column[row]), tools[row])
         )
 
-    log.info("%s: the assistant's tokens are found by %s", path, template.method)
+    log.debug("%s: the assistant's tokens are found by %s", path, template.method)
     if template.renderer.writes_the_date:
         log.warning(
             "%s: the chat template writes today's date into every sample; for reproducible samples set a fixed date, "
@@ -255,7 +255,7 @@ class PairEncoder:
         """The template of messages; logs once how it locates the assistant's tokens."""
         # Raises the error for a missing template, which _template accepts for plain text.
         template_of(self.tokenizer, self.chat_template)
-        log.info("the assistant's tokens are found by %s", self._template.method)
+        log.debug("the assistant's tokens are found by %s", self._template.method)
         return self._template
 
     def _no_system_message(self, reason: str, hint: str) -> RecipeError:

@@ -119,6 +119,7 @@ class Pushes:
         """
         if not self.process.is_started:
             return
+        self.process.raise_priority()
         self.process.finish(waits=self._section.required, must_end=must_end)
         missing = self.process.pending
         status = self.process.status

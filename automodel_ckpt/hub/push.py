@@ -92,11 +92,13 @@ def push(
             parent_commit=head,
         )
     commit = str(done.oid)
-    nbytes = 0
-    for name in files.keys() - before:
-        content = files[name]
-        nbytes += len(content) if isinstance(content, bytes) else content.stat().st_size
+    nbytes = sum(content_bytes(files[name]) for name in files.keys() - before)
     return Pushed(commit, nbytes, was_there=commit == head)
+
+
+def content_bytes(content: Content) -> int:
+    """Return the size of a file's content."""
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 def _names_in(api: Any, address: HubAddress) -> set[str]:

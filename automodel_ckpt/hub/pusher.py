@@ -20,7 +20,7 @@ from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.hub.background import LINK, LOCK, STATUS
 from automodel_ckpt.hub.bundle import opened
 from automodel_ckpt.hub.card import card_files
-from automodel_ckpt.hub.push import push
+from automodel_ckpt.hub.push import content_bytes, push
 from automodel_ckpt.hub.repository import HubAddress, HubError, client, reporting, web_page
 
 _MIB = 1 << 20
@@ -45,6 +45,7 @@ class Pusher(UploadLoop):
         self._has_begun = False
         self._attempts_at_end = 0
         self._first_sent = _sent_bytes()
+        self._total_bytes = 0
         uploaded = self.status.uploaded
         if uploaded is not None and step_of(uploaded) > went_back_to:
             # The run went back: what it uploads next is newer.
@@ -55,6 +56,11 @@ class Pusher(UploadLoop):
     def sent_bytes(self) -> int:
         """The bytes that this machine has sent: the library's uploads do not show their progress."""
         return _sent_bytes() - self._first_sent
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes that were sent when the upload in progress is complete."""
+        return self._total_bytes
 
     def stop(self) -> None:
         """End the process: a commit is made completely or not at all, and contents are not transferred again."""
@@ -104,6 +110,7 @@ class Pusher(UploadLoop):
                         is_online=True,
                     )
                     files = {**bundle.files, **card}
+                    self._total_bytes = self.sent_bytes + sum(map(content_bytes, files.values()))
                     push(files, address, message=f"Upload {name}", private=section.private)
         except (CheckpointUnusable, RecipeError) as found:
             # Repeating cannot help: the checkpoint is damaged, or the repository is public.

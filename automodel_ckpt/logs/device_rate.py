@@ -31,13 +31,13 @@ def device_rate(
         rate = _measured_rate(device, dtype)
     except RuntimeError as error:
         # Out of memory, next to another process, or a dtype that the device does not multiply.
-        log.info("MFU is not logged: the rate of matrix products cannot be measured: %s", error)
+        log.debug("MFU is not logged: the rate of matrix products cannot be measured: %s", error)
         return None
     finally:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     name = str(dtype).removeprefix("torch.")
-    log.info(
+    log.debug(
         "MFU is relative to the measured %.0f TFLOP/s of %s products in %s (logging.peak_tflops)",
         rate / 1e12,
         f"{_SIZE}^3",

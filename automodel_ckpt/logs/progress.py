@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -94,8 +94,16 @@ _CLEAR = "\r\x1b[K"
 _LIVE_PAUSE_SECONDS = 0.1
 _SMOOTHING = 0.9
 _TICK_SECONDS = 0.2
+_LINES_PER_RUN = 25
+_FIRST_LINE = 3
+"""The first step of a process is slow: the time left is known after a few."""
+_LONGEST_PAUSE_SECONDS = 600.0
+_PAUSE_SECONDS = 60.0
+"""Between lines when the number of steps is not known."""
+_SAVING_SECONDS = 10.0
+"""Between lines about a save or an upload when the output is not a terminal."""
 _BREAK = re.compile(r"[\n\r](?! )")
-_DROPPED_FIRST = ("epoch", "aux", "mem", "lr", "MFU", "tok/s", "left")
+_DROPPED_FIRST = ("epoch", "saved", "aux", "mem", "lr", "MFU", "tok/s", "left", "ends")
 """The figures that a narrow terminal omits, in this order."""
 
 
@@ -117,22 +125,23 @@ class _WriteLock:
 
 
 class Progress:
-    """One line: step of all, epoch, loss, rate, tokens per second in total and per device, MFU, peak memory, time left,
-    step and age of the newest checkpoint.
+    """Lines about steps: step of all, epoch, loss, rate, tokens per second in total and per device, MFU, peak memory,
+    time left.
 
-    On a terminal, it is rewritten in place, at most ten times a second. Elsewhere, a new line is printed every
-    *every_seconds*, or with *every_steps* after each step that it divides and after the last one. A narrow terminal
-    gets fewer figures. During a save, the line contains its progress, also between steps (:meth:`follow`).
-    Elsewhere, a long save gets a separate line every *every_seconds*. Prints nothing unless *enabled* (on rank 0). Log
-    records must be printed with :meth:`write_above`, so that they do not mix with the live line. With *has_timestamps*,
-    each line but the live one begins with the time, elsewhere than on a terminal also with the date.
+    About 25 lines are printed in a run, and one in ten minutes at least; with *every_seconds* or *every_steps*, as
+    often as that asks for. On a terminal, there is also a live line below them, which is rewritten in place, at most
+    ten times a second. It has the step and age of the newest checkpoint. A narrow terminal gets fewer figures. During a
+    save or an upload at the end, the live line contains its progress (:meth:`follow`). Elsewhere, a long one gets a
+    separate line every ten seconds. Prints nothing unless *enabled* (on rank 0). Log records must be printed with
+    :meth:`write_above`, so that they do not mix with the live line. With *has_timestamps*, each line but the live one
+    begins with the time, elsewhere than on a terminal also with the date.
     """
 
     def __init__(
         self,
         *,
         total_steps: int | None = None,
-        every_seconds: float = 10.0,
+        every_seconds: float | None = None,
         every_steps: int | None = None,
         enabled: bool = True,
         num_ranks: int = 1,
@@ -153,7 +162,7 @@ class Progress:
         self._clock = clock
         self._live = self._stream.isatty()
         self._line = ""
-        self._shown_at = -float("inf")
+        self._shown_at = self._printed_at = -math.inf
         self._num_seen = 0
         self._first_at = 0.0
         # Sums over the latest steps, which decay from step to step. Their ratios are averages by time, not by step.
@@ -165,8 +174,11 @@ class Progress:
         self._closed = threading.Event()
         self._ticker: threading.Thread | None = None
 
-    def update(self, step: Record, seconds: float) -> None:
-        """Note a finished *step*, its line of training.jsonl, and show it if the last line is old enough."""
+    def update(self, step: Record, seconds: float, *, is_followed: bool = False) -> None:
+        """Note a finished *step*, its line of training.jsonl, and show it if that is due.
+
+        *is_followed*: another message has its figures, so that no line is printed.
+        """
         if not self.enabled:
             return
         with self._lock:
@@ -180,17 +192,31 @@ class Progress:
             self._mfu_seconds = decay * self._mfu_seconds + step.get("mfu", 0.0) * seconds
             self._seconds = decay * self._seconds + seconds
             self._latest = step
-            pause = _LIVE_PAUSE_SECONDS if self._live else self.every_seconds
-            is_due = now - self._shown_at >= pause
-            if self.every_steps is not None and not self._live:
-                number = step["step"]
-                is_due = number % self.every_steps == 0 or number == self.total_steps
-            if is_due:
+            if is_followed or self._is_due(step["step"], now - self._printed_at):
+                self._printed_at = now
+                if not is_followed:
+                    width = columns(self._stream) - len(self._timestamp()) - 1
+                    parts = self.figures()
+                    self.write_above(fitting(parts, width) if self._live else "  ".join(parts))
+            if self._live and now - self._shown_at >= _LIVE_PAUSE_SECONDS:
                 self._shown_at = now
                 self._show(self._parts(step))
 
+    def _is_due(self, step: int, seconds: float) -> bool:
+        """Whether a line about *step* is printed, *seconds* after the last one."""
+        every, total = self.every_steps, self.total_steps
+        if every is None and (self.every_seconds is not None or total is None):
+            pause = _PAUSE_SECONDS if self.every_seconds is None else self.every_seconds
+            return step == total or seconds >= pause
+        if every is None:
+            assert total is not None
+            every = math.ceil(total / _LINES_PER_RUN)
+            if self._num_seen == _FIRST_LINE < every or math.inf > seconds > _LONGEST_PAUSE_SECONDS:
+                return True
+        return step % every == 0 or step == total
+
     def follow(self, source: Callable[[], str]) -> None:
-        """Start a thread that shows the progress of saves. *source* returns it, empty when there is no save."""
+        """Start a thread that shows the progress of saves and uploads. *source* returns it, empty without one."""
         if not self.enabled or self._ticker is not None:
             return
 
@@ -212,9 +238,9 @@ class Progress:
                 self._saving_since = now
             if self._live and saving != before:
                 self._show([saving] if self._latest is None else self._parts(self._latest))
-            elif not self._live and saving and now - self._saving_since >= self.every_seconds:
+            elif not self._live and saving and now - self._saving_since >= _SAVING_SECONDS:
                 self._saving_since = now
-                self._show([saving])
+                self.write_above(saving)
 
     def note_saved(self, step: int, seconds_ago: float = 0.0) -> None:
         """Record that the newest checkpoint is from *step*, saved *seconds_ago*."""
@@ -235,8 +261,16 @@ class Progress:
         return time.strftime("%H:%M:%S " if self._live else "%Y-%m-%d %H:%M:%S ")
 
     def figures(self) -> list[str]:
-        """The averages of the steps so far: tokens per second, MFU, memory. Empty before the first step."""
-        return [] if self._latest is None else list(self._speed_parts(self._latest))
+        """The figures of a line about the newest step, with the time when the run ends. Empty before the first step."""
+        if self._latest is None:
+            return []
+        seconds, parts = self._seconds_left(self._latest), self._step_parts(self._latest)
+        if seconds is not None:
+            # The day, too, when it is another one.
+            end = time.localtime(time.time() + seconds)
+            is_today = end.tm_yday == time.localtime().tm_yday
+            parts.append(f"ends {time.strftime('%H:%M' if is_today else '%a %H:%M', end)}")
+        return parts
 
     def break_off(self) -> None:
         """Keep the current line and print nothing after it, because an error report follows. Does not wait."""
@@ -248,25 +282,46 @@ class Progress:
             self._line, self._latest = "", None
 
     def close(self) -> None:
-        """Print the line of the last step, and end the thread."""
+        """Remove the live line, and end the thread."""
         self._closed.set()
         if self._ticker is not None:
             # Not while holding the lock, which the thread takes to show a line.
             self._ticker.join()
             self._ticker, self._saving = None, ""
-        if self._latest is not None and self._live:
-            self._show(self._parts(self._latest))
+        if self._line:
+            self._stream.write(_CLEAR)
+            self._stream.flush()
+            self._line = ""
         self.break_off()
 
     def _show(self, parts: list[str]) -> None:
-        if self._live:
-            self._line = fitting(parts, columns(self._stream) - 1)
-            self._stream.write(_CLEAR + self._line)
-        else:
-            self._stream.write(self._timestamp() + "  ".join(parts) + "\n")
+        self._line = fitting(parts, columns(self._stream) - 1)
+        self._stream.write(_CLEAR + self._line)
         self._stream.flush()
 
     def _parts(self, step: Record) -> list[str]:
+        """The figures of the live line."""
+        parts = self._step_parts(step)
+        if self._saving:
+            return [*parts, self._saving]
+        seconds_left = self._seconds_left(step)
+        if seconds_left is not None:
+            parts.append(f"{duration(seconds_left)} left")
+        if self._saved is not None:
+            saved_step, saved_at = self._saved
+            parts.append(f"saved {saved_step}, {duration(self._clock() - saved_at)} ago")
+        return parts
+
+    def _seconds_left(self, step: Record) -> float | None:
+        """The time until the run ends. Returns None while that is unknown, and after the last step."""
+        total = self.total_steps
+        if total is None or step["step"] >= total or self._num_seen < 2:
+            return None
+        # Wall-clock time includes validations and saves. It starts after the first step, which is slow.
+        seconds_per_step = (self._clock() - self._first_at) / (self._num_seen - 1)
+        return float((total - step["step"]) * seconds_per_step)
+
+    def _step_parts(self, step: Record) -> list[str]:
         number, of_all = step["step"], ""
         width = 0
         if self.total_steps is not None:
@@ -277,37 +332,24 @@ class Progress:
             parts.append(f"aux {step['aux_loss']:.4f}")
         if not math.isnan(step["lr"]):
             parts.append(f"lr {step['lr']:.2e}")
-        parts += self._speed_parts(step)
-        if self._saving:
-            return [*parts, self._saving]
-        if self.total_steps is not None and number < self.total_steps and self._num_seen > 1:
-            # Wall-clock time includes validations and saves. It starts after the first step, which is slow.
-            seconds_per_step = (self._clock() - self._first_at) / (self._num_seen - 1)
-            seconds_left = (self.total_steps - number) * seconds_per_step
-            parts.append(f"{duration(seconds_left)} left")
-        if self._saved is not None:
-            saved_step, saved_at = self._saved
-            parts.append(f"saved {saved_step}, {duration(self._clock() - saved_at)} ago")
-        return parts
-
-    def _speed_parts(self, step: Record) -> Iterator[str]:
-        """Yield tokens per second, MFU, and memory."""
         tokens_per_second = self._tokens / self._seconds if self._seconds > 0 else 0.0
         of_all = f"{tokens_per_second:,.0f} tok/s"
         if self._num_ranks > 1:
             of_all += f" ({tokens_per_second / self._num_ranks:,.0f}/{self._device_word})"
-        yield of_all
+        parts.append(of_all)
         if "mfu" in step and self._seconds > 0:
-            yield f"MFU {self._mfu_seconds / self._seconds:.1%}"
+            parts.append(f"MFU {self._mfu_seconds / self._seconds:.1%}")
         if step.get("mem"):
-            yield f"mem {size_text(step['mem'])}"
+            parts.append(f"mem {size_text(step['mem'])}")
+        return parts
 
 
 class ProgressHandler(logging.Handler):
-    """Prints the package's log records above the progress line, and writes them to a text log, if any."""
+    """Prints the package's log records of *level* and above over the progress line. A text log, if any, gets all."""
 
-    def __init__(self, progress: Progress, text_log: TextLog | None = None) -> None:
+    def __init__(self, progress: Progress, level: int, text_log: TextLog | None = None) -> None:
         super().__init__()
+        self.shown_level = level
         self.progress = progress
         self.text_log = text_log
         self.setFormatter(logging.Formatter("%(message)s"))
@@ -319,7 +361,8 @@ class ProgressHandler(logging.Handler):
         # Records contain names from files. Their control characters must not reach the terminal.
         lines = [[printable(part) for part in line.split("\t")] for line in text.split("\n")]
         text = "\n".join(map("\t".join, lines))
-        self.progress.write_above(text)
+        if record.levelno >= self.shown_level:
+            self.progress.write_above(text)
         if self.text_log is not None:
             self.text_log.write(text)
 
@@ -346,16 +389,17 @@ def set_up_logging(
 ) -> ProgressHandler:
     """Print the package's log records: *level* and above on rank 0, only errors on other ranks.
 
-    A *text_log* gets the same records. Returns the handler for :func:`tear_down_logging`. It replaces the handler of an
-    earlier call.
+    A *text_log* gets all records of rank 0. Returns the handler for :func:`tear_down_logging`. It replaces the handler
+    of an earlier call.
     """
     logger = logging.getLogger(PACKAGE_LOGGER)
     for old in list(logger.handlers):
         if isinstance(old, ProgressHandler):
             logger.removeHandler(old)
-    handler = ProgressHandler(progress, text_log)
+    shown_level = logging.getLevelNamesMapping()[level.upper()]
+    handler = ProgressHandler(progress, shown_level, text_log)
     logger.addHandler(handler)
-    logger.setLevel(level.upper() if rank == 0 else logging.ERROR)
+    logger.setLevel(logging.ERROR if rank else shown_level if text_log is None else logging.DEBUG)
     return handler
 
 

@@ -8,14 +8,12 @@ import logging
 import os
 import pickle
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -244,9 +242,6 @@ def _read_model(
     auto_class: Any, name: str, options: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read the model, and return it with the arguments of :meth:`Verdict.of_differences`."""
-    if not sys.stderr.isatty():
-        # A file would get each state of a progress bar.
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with quiet(*_NOISY):
         model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)
     misshapen = {fqn: (tuple(there), tuple(here)) for fqn, there, here in info["mismatched_keys"]}

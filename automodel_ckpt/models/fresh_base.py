@@ -78,7 +78,7 @@ def _save(model: Any, directory: Path, preprocessor: Any, revision: str | None) 
     for path in directory.iterdir():
         fsync_file(path)
     fsync_directory(directory)
-    log.info(
+    log.debug(
         "created a base with fresh weights: %s, %s parameters",
         type(model).__name__,
         f"{sum(p.numel() for p in model.parameters()):,}",

@@ -156,7 +156,7 @@ def padding_of(config: PreTrainedConfig, tokenizer: Any) -> int:
         )
     if tokenizer is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(chosen)
-        log.info(
+        log.debug(
             "rows are padded with %s, because the tokenizer has no pad token", tokenizer.pad_token
         )
     return chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from automodel_ckpt.parallel.tensor_plan import Plan
 
 log = logging.getLogger("automodel_ckpt")
+
+# FSDP2 warns that an in-place operation on an output that is a view, such as gathered logits, would lose gradients.
+# Nothing modifies them in place.
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 _DEFERS = "_defers_gradient_sync"
 """The attribute of a model sharded by fsdp2 with the value of ``defer_gradient_sync``."""
@@ -129,7 +134,7 @@ def parallelize(
 def _replicate(model: nn.Module, layout: RankLayout) -> nn.Module:
     varies = may_vary(model)
     if varies:
-        log.info(
+        log.debug(
             "batches may use different parameters of this model: ddp looks for unused ones in each step"
         )
     from automodel_ckpt.parallel.fixed_buckets import FixedBucketsDDP

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 from torch import nn
@@ -24,10 +23,6 @@ from automodel_ckpt.parallel.tensor_plan import (
     used_by_parent,
     with_adapters,
 )
-
-# FSDP2 warns that an in-place operation on the gathered logits, a view of the collective's result, would lose
-# gradients. Nothing modifies them in place.
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 _WHERE = "distributed.tp_size"
 

@@ -499,8 +499,8 @@ class TrainingLoop:
         self.saves.wait()
         last_step = self.last_step
         loss = f"training loss {last_step.loss:.4f}" if last_step else "no step was made"
-        log.info("done: step %d, %s", self.step_scheduler.step, loss)
-        log.info("%s", self.step_scheduler.reason_of_end())
+        why = self.step_scheduler.reason_of_end()
+        log.info("done: step %d, %s; %s", self.step_scheduler.step, loss, why)
         self.saves.end(self.stop_request)
 
     def _end_again(self) -> None:

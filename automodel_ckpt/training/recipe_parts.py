@@ -180,7 +180,7 @@ class RecipeParts:
                 continue
             if has_validation(config):
                 # The next messages name only the path of data, which sections can share.
-                log.info("reading the data of %s", name)
+                log.debug("reading the data of %s", name)
             loaders[name] = self.build_dataloader(section, validation=name != "dataset")
         self.dataloader = loaders.pop("dataset")
         main = loaders.pop("validation_dataset", None)
@@ -188,11 +188,15 @@ class RecipeParts:
         self.validation_sets = {
             name.partition(".")[2]: partial(iter, loader) for name, loader in loaders.items()
         }
-        self.step_scheduler = build_step_scheduler(config, steps_per_epoch(self.dataloader))
+        per_epoch = steps_per_epoch(self.dataloader)
+        self.step_scheduler = build_step_scheduler(config, per_epoch)
         planned_steps = self.step_scheduler.planned_steps
         self.trainable = self.build_trainable()
         self.model = self.trainable.model
         steps = "unknown steps" if planned_steps is None else counted(planned_steps, "step")
+        steps += f" of {counted(config.step_scheduler.global_batch_size, self.sample_noun)}"
+        if per_epoch is not None:
+            steps += f", {per_epoch:,} in an epoch"
         log.info("%s; %s", self.trainable.summary, steps)
         log.info("precision: %s", self.trainable.precision)
         self.optimizer = self.build_optimizer()

@@ -90,7 +90,7 @@ def add_stop_tokens(section: Any, dataset: Any, preprocessor: Any, model: Any) -
     if added:
         config.eos_token_id = [*before, *added] if len(before + added) > 1 else added[0]
         names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(added)))
-        log.info("generated text also ends with %s, as the answers of the data do", names)
+        log.debug("generated text also ends with %s, as the answers of the data do", names)
     elif targets and not ends:
         log.warning(
             "no special token ends the answers that dataset.chat_template writes: text that the trained model "

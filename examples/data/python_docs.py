@@ -80,7 +80,7 @@ def train_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
         )
 
     def build(directory: Path) -> None:
-        log.info("training a tokenizer of %d entries from the Python documentation", vocab_size)
+        log.debug("training a tokenizer of %d entries from the Python documentation", vocab_size)
         save_preprocessor(_train(vocab_size), directory)
 
     key = (_FORMAT, _topics_digest(), vocab_size, tokenizers.__version__)

@@ -116,7 +116,7 @@ def test_models_are_uploaded_while_they_train_and_loaded_by_their_name(
     commit = repository.branches["v1"]
     for name, text in (("full", FULL), ("lora", LORA)):
         (tmp_path / f"{name}.yaml").write_text(text)
-        done = commands.run(*train, f"{name}.yaml", cwd=tmp_path, env=here)
+        done = commands.run(*train, f"{name}.yaml", "-v", cwd=tmp_path, env=here)
         assert done.returncode == 0, done.stderr
         assert f"base model: org/base at commit {commit[:12]}" in done.stderr + done.stdout
         assert TOKEN not in done.stderr + done.stdout

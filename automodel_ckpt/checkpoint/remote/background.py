@@ -144,6 +144,7 @@ class Uploads:
                 link(self.root, LINK, name)
         if missing := self.process.pending:
             log.info("waiting for the upload of %s", ", ".join(missing))
+        self.process.raise_priority()
         self.process.finish(waits=self._is_required, must_end=must_end)
         missing = self.process.pending
         newest = layout.parse_checkpoint_name(self._newest or "")

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.python_child import start_python
+from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.run.notes import read_note, write_note
 from automodel_ckpt.checkpoint.run.transfer_files import link, pending, step_of, unlink
 from automodel_ckpt.errors import AutomodelError, LeaseLost, without_hidden
@@ -37,8 +38,8 @@ LAST_SECONDS = 60.0
 """How long uploads go on after the trainer has ended without asking for the rest."""
 STALLED_SECONDS = 60.0
 """Without progress for so long, the end of a run does not wait for uploads that are not required."""
-_NOTE_SECONDS = 5.0
-"""How often the status shows the bytes that were sent of a file."""
+_NOTE_SECONDS, _NOTE_SECONDS_AT_END = 5.0, 1.0
+"""How often the status shows the bytes that were sent of a file, while training and while the run waits."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _END_POLL_SECONDS = 0.2
 _LONGEST_POLL_SECONDS = 10.0
@@ -56,13 +57,15 @@ _NICENESS_VARIABLE = "AUTOMODEL_CKPT_UPLOAD_NICENESS"
 class Status:
     """How far the uploads are, as the process writes it for the trainer.
 
-    *uploaded* is the checkpoint that was uploaded last, *sent_bytes* grows while something is sent, *failures* counts
-    failed attempts since the last success, and *error* is the message of the last one. *is_over*: the process does not
-    upload any more, because another run took over. *owner* is the token of the start that took over the URL.
+    *uploaded* is the checkpoint that was uploaded last, *sent_bytes* grows while something is sent, up to about
+    *total_bytes* (0: unknown), *failures* counts failed attempts since the last success, and *error* is the message of
+    the last one. *is_over*: the process does not upload any more, because another run took over. *owner* is the token
+    of the start that took over the URL.
     """
 
     uploaded: str | None = None
     sent_bytes: int = 0
+    total_bytes: int = 0
     failures: int = 0
     error: str = ""
     is_over: bool = False
@@ -97,6 +100,11 @@ class UploadLoop:
     @property
     def sent_bytes(self) -> int:
         """The bytes that were sent."""
+        return 0
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes that were sent when the upload in progress is complete."""
         return 0
 
     @property
@@ -153,7 +161,8 @@ class UploadLoop:
         """Change fields of the status, and write it."""
         # Called by several threads: none may undo what another one has noted.
         with self._status_lock:
-            fields = {**asdict(self.status), "sent_bytes": self.sent_bytes, **changes}
+            numbers = {"sent_bytes": self.sent_bytes, "total_bytes": self.total_bytes}
+            fields = {**asdict(self.status), **numbers, **changes}
             self.status = Status(**fields)
             with contextlib.suppress(OSError):
                 write_note(self.root / self._status_file, fields)
@@ -243,7 +252,8 @@ def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], Upload
             with contextlib.suppress(OSError):
                 if now > deadline or not is_newest():
                     uploads.stop()
-            if now - noted > _NOTE_SECONDS:
+            is_awaited = uploads.finishing.is_set()
+            if now - noted > (_NOTE_SECONDS_AT_END if is_awaited else _NOTE_SECONDS):
                 uploads.note_progress()
                 noted = now
     return 0
@@ -275,6 +285,10 @@ class UploadingProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._pause_seconds = _RESTART_SECONDS
+        text = os.environ.get(_NICENESS_VARIABLE, "")
+        self._niceness = int(text) if text.isdecimal() else _NICENESS
+        self.uploading = ""
+        """How far the uploads are that a call of :meth:`finish` waits for. Empty when none does."""
 
     @property
     def status(self) -> Status:
@@ -317,6 +331,25 @@ class UploadingProcess:
 
         One that is killed meanwhile is replaced. The wait ends when *must_end* returns true.
         """
+        try:
+            self._finish_all(waits=waits, must_end=must_end)
+        finally:
+            self.uploading = ""
+
+    def raise_priority(self) -> None:
+        """Replace the process, if anything is pending, by one with the priority of the trainer, which needs no cores
+        any more. Raises OSError."""
+        # Only root could raise the priority of the one that runs. It is killed: on a busy machine, it would take long
+        # to stop, with the lock that the new one waits for. What has arrived is not sent again.
+        with self._lock:
+            process = self._process
+            if self._niceness and process is not None and self.pending:
+                self._niceness = 0
+                self._start()
+                process.kill()
+                _close(process)
+
+    def _finish_all(self, *, waits: bool, must_end: Callable[[], bool]) -> None:
         for _ in range(NUM_END_ATTEMPTS):
             process = self._process
             if process is None:
@@ -342,9 +375,7 @@ class UploadingProcess:
         process = start_python(
             self._module, str(self._root), stdin=subprocess.PIPE, start_new_session=True
         )
-        text = os.environ.get(_NICENESS_VARIABLE, "")
-        niceness = int(text) if text.isdecimal() else _NICENESS
-        started = {"process": token, "niceness": niceness, "job": self._job()}
+        started = {"process": token, "niceness": self._niceness, "job": self._job()}
         _send(process, json.dumps(started).encode() + b"\n")
         self._process = process
         # It also waits for a process that outlives the trainer's interest: otherwise, Python would warn about that.
@@ -379,12 +410,16 @@ class UploadingProcess:
     ) -> None:
         _send(process, FINISH)
         idle_seconds, observed_at = 0.0, time.monotonic()
+        sent_bytes, began = 0, observed_at
         before = self.status
         while process.poll() is None:
             if must_end():
                 return
             time.sleep(_END_POLL_SECONDS)
             now, found = time.monotonic(), self.status
+            # Less than before: of another process.
+            sent_bytes += max(0, found.sent_bytes - before.sent_bytes)
+            self.uploading = _text(found, self.pending, sent_bytes / (now - began))
             if (found.sent_bytes, found.uploaded) != (before.sent_bytes, before.uploaded):
                 before, idle_seconds = found, 0.0
             else:
@@ -393,6 +428,14 @@ class UploadingProcess:
             observed_at = now
             if idle_seconds > STALLED_SECONDS and not waits:
                 return
+
+
+def _text(status: Status, pending: list[str], bytes_per_second: float) -> str:
+    if not pending or not status.sent_bytes:
+        return ""
+    of_all = f" of {size_text(status.total_bytes)}" if status.total_bytes else ""
+    sent = f"{size_text(status.sent_bytes)}{of_all}"
+    return f"uploading {pending[0]}: {sent}, {size_text(bytes_per_second)}/s"
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

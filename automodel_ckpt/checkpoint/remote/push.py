@@ -148,6 +148,7 @@ def send_files(
         raise conflict(store, name)
 
     missing = [file for file in manifest.files if file not in memory.done]
+    throttle.expect(sum(manifest.files[file].size for file in missing))
     with (
         ThreadPoolExecutor(num_threads, "push") as files,
         ThreadPoolExecutor(num_threads, "parts") as parts,
@@ -240,6 +241,7 @@ def _push_export(
         store.upload(f"{name}/{file}", blocks_of(export / file, throttle))
 
     run.check_owner()
+    throttle.expect(sum((export / file).stat().st_size for file in files))
     with ThreadPoolExecutor(num_threads, "export") as pool:
         # list() raises the first failure.
         list(pool.map(send, files))

@@ -66,6 +66,11 @@ class StoreLoop(UploadLoop):
         """The bytes that were sent."""
         return self.throttle.nbytes
 
+    @property
+    def total_bytes(self) -> int:
+        """The bytes that were sent when the upload in progress is complete."""
+        return self.throttle.total_bytes
+
     def stop(self) -> None:
         """Make :meth:`run` return after the request in progress, however much is pending."""
         super().stop()

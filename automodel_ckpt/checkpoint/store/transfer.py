@@ -39,6 +39,8 @@ class Throttle:
     ) -> None:
         self.bytes_per_second = bytes_per_second
         self.nbytes = 0
+        self.total_bytes = 0
+        """What :attr:`nbytes` will be when the files in progress are sent, as far as :meth:`expect` was called."""
         self._stopped = threading.Event()
         # A wait that stop() ends: at a low rate, it can take minutes.
         self._clock, self._sleep = clock, sleep or self._stopped.wait
@@ -48,6 +50,10 @@ class Throttle:
     def stop(self) -> None:
         """Make :meth:`take` raise from here on, so that uploads end after the requests in progress."""
         self._stopped.set()
+
+    def expect(self, nbytes: int) -> None:
+        """Record that *nbytes* are to be sent from here on."""
+        self.total_bytes = self.nbytes + nbytes
 
     def take(self, nbytes: int) -> None:
         """Wait until *nbytes* more may be sent. Raises InterruptedError after :meth:`stop`."""

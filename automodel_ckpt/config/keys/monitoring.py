@@ -67,10 +67,10 @@ class LoggingConfig:
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum severity of the messages shown."""
-    log_every_seconds: float = setting(10.0, FINITE)
-    """Seconds between progress lines when the output is not a terminal."""
+    log_every_seconds: float | None = setting(None, FINITE)
+    """Seconds between lines about steps; null: about 25 lines in a run, and one in 10 minutes at least."""
     log_every_steps: int | None = setting(None, AT_LEAST_1)
-    """Print a progress line every N steps instead, and send only these steps to the trackers; training.jsonl has all
+    """Print a line about every Nth step instead, and send only these steps to the trackers; training.jsonl has all
     steps. null: by time, and trackers get all steps."""
     peak_tflops: float | None = setting(None, POSITIVE)
     """Rate of one device in TFLOP/s that the logged MFU is relative to; null: measured at the start on a GPU, and no

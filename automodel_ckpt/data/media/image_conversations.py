@@ -150,7 +150,7 @@ class ImageConversations:
         num_rows = source.num_rows if numbers is None else len(numbers)
         self.num_samples = at_most(max_samples, num_rows)
         self.folder = source.folder
-        log.info("%s: the assistant's tokens are found by %s", source.path, self.template.method)
+        log.debug("%s: the assistant's tokens are found by %s", source.path, self.template.method)
 
     def __len__(self) -> int:
         return self.num_samples

@@ -114,7 +114,7 @@ def log_resized(
     """Log that the parameter *name* was resized from the shape *old* to *new*."""
     filled = "the mean of the others" if new_tokens == "mean" else "fresh"
     rows = f", new rows are {filled}" if new[0] > old[0] else ", the last rows are dropped"
-    log.info("resized %s: %s -> %s%s", name, list(old), list(new), rows)
+    log.debug("resized %s: %s -> %s%s", name, list(old), list(new), rows)
 
 
 def set_size(config: PreTrainedConfig, size: int) -> None:

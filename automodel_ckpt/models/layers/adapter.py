@@ -84,7 +84,7 @@ def add_adapters(
     description["ranks"] = {name: rank for name, rank in ranks.items() if rank != lora.r}
     description["alphas"] = {name: alpha for name, alpha in alphas.items() if alpha != lora.alpha}
     trained = [each.numel() for each in wrapped.parameters() if each.requires_grad]
-    log.info(
+    log.debug(
         "adapters on %s%s: %s of %s parameters are trained, and checkpoints hold only these",
         counted(len(targets) + len(parameters), "layer"),
         f", and {', '.join(saved)} as a whole" if saved else "",
@@ -92,7 +92,7 @@ def add_adapters(
         f"{sum(each.numel() for each in wrapped.parameters()):,}",
     )
     if was_resized:
-        log.info("the embeddings are saved too: their size differs from the base's")
+        log.debug("the embeddings are saved too: their size differs from the base's")
     return Adapted(wrapped, document, description)
 
 

@@ -299,14 +299,14 @@ def install_loss_head(
             reason = class_and_message(error)
             why = f"could not be probed for its output layer; a forward pass of a few tokens raised {reason}"
     if transform is None:
-        log.info("computing the loss from full logits: %s %s", class_of(model).__name__, why)
+        log.debug("computing the loss from full logits: %s %s", class_of(model).__name__, why)
         return None
     head = LossHead.of(layer)
     head.transform = transform
     if transform.scale != 1:
-        log.info("the loss head multiplies logits by %g, as the model does", transform.scale)
+        log.debug("the loss head multiplies logits by %g, as the model does", transform.scale)
     if transform.cap is not None:
-        log.info("the loss head caps logits at %g, as the model does", transform.cap)
+        log.debug("the loss head caps logits at %g, as the model does", transform.cap)
     return head
 
 

@@ -88,6 +88,9 @@ class StepScheduler:
     that all have the same state.
     """
 
+    saves_for_epoch = False
+    """Whether the current step is saved only because an epoch ends with it."""
+
     def __init__(
         self,
         settings: StepSchedulerConfig,
@@ -245,6 +248,7 @@ class StepScheduler:
         every_steps = settings.ckpt_every_steps
         by_steps = every_steps != "auto" and divides(every_steps, step)
         save = last or clock.save_is_wanted or by_steps or by_epochs
+        self.saves_for_epoch = by_epochs and not (last or clock.save_is_wanted or by_steps)
         # Saved steps are also validated, except on request: it must not delay the save, or count for early stopping.
         validate = save or divides(settings.val_every_steps, step)
         due = Due(

@@ -175,7 +175,7 @@ def check_vocabularies(
             value=f"{teacher.name}: {sizes}",
             hint="set model.vocab_size to the size of the teacher, or remove distributed.tp_size",
         )
-    log.info(
+    log.debug(
         "the tokenizers of teacher and student are equal; the first %d of %s are compared",
         shared,
         sizes,

@@ -417,12 +417,15 @@ class Measurements:
             yield
 
     def _log_validation(self, validation: Validation) -> None:
-        scheduler, last_step = self._scheduler, self._loop.last_step
+        scheduler = self._scheduler
         scheduler.validation_is_due = False
-        train_loss = last_step.loss if last_step is not None else None
-        figures = self._run_log.figures({"train_loss": train_loss})
         of = " of the average" if self._weight_average is not None else ""
         measured = validation_text(validation, self._loop.measures, self._loop.validation_sets)
-        text = f"step {scheduler.step}: validation loss{of} {measured}"
-        log.info("%s", f"{text}; {figures}" if figures else text)
-        self._run_log.log_validation(scheduler, validation)
+        self._run_log.log_validation(
+            scheduler,
+            validation,
+            f"validation loss{of} {measured}",
+            is_followed=scheduler.unsaved
+            and scheduler.save_was_due
+            and bool(self._loop.checkpointer),
+        )

@@ -65,7 +65,7 @@ def fresh_base(request: ModelRequest) -> None:
             preprocessor=request.preprocessor,
             repository=repository_options(section),
         ):
-            log.info("the base model is stored in %s for later starts", directory)
+            log.debug("the base model is stored in %s for later starts", directory)
 
 
 def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def divide_rows(
     for reason in gather_objects(layout.gloo_group, difference):
         if reason:
             raise context_parallel_error(model, reason)
-    log.info(
+    log.debug(
         "rows are divided along the sequence among %d ranks, each of which has some of the heads of attention",
         context.size,
     )

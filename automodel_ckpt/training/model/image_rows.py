@@ -70,7 +70,7 @@ def choose_image_rows(probed: ProbedModel, collate: ImageTextCollator) -> ImageR
             rows, how = in_one_row, f"attention is limited to each sample ({kernel})"
         else:
             attend_by_mask(model)
-    log.info("packing samples with images; %s", how)
+    log.debug("packing samples with images; %s", how)
     return rows
 
 

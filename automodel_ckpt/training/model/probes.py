@@ -183,7 +183,7 @@ def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
     from automodel_ckpt.data.batches.packing import RowWidths, WidenedRows
 
     widths = RowWidths(longest, count, multiple)
-    log.info(
+    log.debug(
         "rows are padded to one of %d widths up to %d tokens (compile.row_widths)",
         len(widths.widths),
         widths.widths[-1],
@@ -234,7 +234,7 @@ def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSet
             )
         unused = router_settings(model, is_requested=False)
         if unused is not None and request.is_trained and scope:
-            log.info(
+            log.debug(
                 "no load balancing loss of the router (coefficient %g): output_router_logits is false in the model's "
                 "config; model.config_overrides can set it",
                 unused.coefficient,
@@ -269,7 +269,7 @@ def build_router_loss(
         counts_here=layout.reports_loss,
     )
     check_router_loss(model, router_loss.of_logits, options, request.row_multiple, layout.device)
-    log.info(
+    log.debug(
         "the router's load balancing loss is added with the coefficient %g, over each %s (model.router_aux_loss)",
         settings.coefficient,
         router_loss.over.replace("_", " "),
@@ -321,7 +321,7 @@ def install_mtp(
     assert output is not None
     part_of = context.slice_of if context is not None else None
     layers.install(inner, output, part_of)
-    log.info(
+    log.debug(
         "the loss of %d further tokens is added with the factor %g (model.mtp)",
         layers.num_depths,
         layers.factor,

@@ -106,7 +106,7 @@ def choose_row_layout(probed: ProbedModel) -> Rows | None:
     how = f"{attention} attention separates them by their position ids"
     if kernel:
         how = f"attention is limited to each sample ({kernel})"
-    log.info("packing samples without padding; %s", how)
+    log.debug("packing samples without padding; %s", how)
     text = request.model_config and request.model_config.get_text_config()
     hidden_size = getattr(text, "hidden_size", _USUAL_HIDDEN_SIZE)
     one_row = one_row or bool(kernel)

@@ -239,7 +239,7 @@ def _fuse_layers(request: ModelRequest, model: nn.Module) -> None:
         numbers["adapter"] = fuse_adapters(model)
     found = [counted(number, noun) for noun, number in numbers.items() if number]
     if found:
-        log.info("kernels are fused in %s (model.fused_layers)", ", ".join(found))
+        log.debug("kernels are fused in %s (model.fused_layers)", ", ".join(found))
 
 
 def _recompute_activations(request: ModelRequest, model: nn.Module, mode: str) -> None:
@@ -254,7 +254,7 @@ def _recompute_activations(request: ModelRequest, model: nn.Module, mode: str) -
     from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
 
     checkpoint_activations(model, mode, layers)
-    log.info("activations of %s are recomputed (%s)", counted(len(layers), "layer"), mode)
+    log.debug("activations of %s are recomputed (%s)", counted(len(layers), "layer"), mode)
 
 
 def _freeze_all(model: nn.Module) -> None:

@@ -446,7 +446,7 @@ def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
         for key, name in _LOGGED.items():
             if group.get(key) is not None:
                 options += f", {name} {float(group[key]):g}"
-        log.info(
+        log.debug(
             "%s, parameter group %d%s: %s in %s%s",
             kind,
             number,
@@ -456,7 +456,7 @@ def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
             options,
         )
     for each in optimizers_8bit(optimizer):
-        log.info("%s: %s", type(each).__name__, each.state_summary)
+        log.debug("%s: %s", type(each).__name__, each.state_summary)
 
 
 def optimizers_8bit(optimizer: Optimizer) -> list[AdamW8bit]:

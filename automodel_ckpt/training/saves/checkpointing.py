@@ -173,6 +173,8 @@ def open_checkpointer(
         layout.gloo_group,
         _options(config),
         timeout_seconds=_timeout_seconds(config),
+        # The line about a published checkpoint is enough.
+        is_quiet=True,
     )
     checkpointer.open()
     resources.callback(checkpointer.close)

@@ -15,7 +15,7 @@ STARTING = "starting the uploads to the Hugging Face Hub"
 class HubUploads:
     """The uploads of a run, which a process of rank 0 makes.
 
-    All methods are collective, except :meth:`note_saved` and :meth:`close`.
+    All methods are collective, except :meth:`note_saved`, :attr:`uploading` and :meth:`close`.
     """
 
     def __init__(self, section: HubConfig, checkpointer: Checkpointer) -> None:
@@ -66,6 +66,11 @@ class HubUploads:
 
         doing = "uploading to the Hugging Face Hub (the checkpoints are safe)"
         self._checkpointer.exports.run_on_rank0(doing, finish, SaveFailed)
+
+    @property
+    def uploading(self) -> str:
+        """How far the uploads are that :meth:`finish` waits for. Not collective."""
+        return "" if self._pushes is None else self._pushes.process.uploading
 
     def close(self) -> None:
         """Let uploads continue for a while without this process."""

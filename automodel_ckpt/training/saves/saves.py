@@ -55,19 +55,19 @@ def saving_text(saving: Saving | None, num_ranks: int) -> str:
     return f"saving {saving.step} [{bar:.<{_BAR_CELLS}}] {amount}{on_rank0}"
 
 
-def saved_line(report: SaveReport, figures: str = "") -> str:
-    """The log message about a published checkpoint. *figures* describe training at its step."""
-    start = f"step {report.step}: {figures}; saved" if figures else f"step {report.step}: saved"
-    text = (
-        f"{start} {report.path.name} in {report.total_seconds:.2f} s, "
-        f"training waited {report.stall_seconds:.2f} s: "
-        f"{size_text(report.nbytes)} at {size_text(report.bytes_per_second)}/s"
+def log_saved(report: SaveReport, figures: str, why: str) -> None:
+    """Log a published checkpoint. *figures* describe training at its step, and *why* states what it was saved for."""
+    size = size_text(report.nbytes)
+    log.info(
+        "%s  saved %s%s: %s in %.2f s", figures, report.path.name, why, size, report.total_seconds
     )
+    rate = size_text(report.bytes_per_second)
+    text = f"  training waited {report.stall_seconds:.2f} s; {rate}/s"
     if report.free_bytes is not None:
         text += f", {size_text(report.free_bytes)} free"
     if report.pruned:
         text += f", removed {' '.join(report.pruned)}"
-    return text
+    log.debug("%s", text)
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -120,11 +120,11 @@ class Saves:
         self._run_log: RunLog = recipe.run_log
         self.timeline = self._run_log.timeline
         self._recipe = recipe
-        self._has_warned = False
+        self._has_warned = self._is_stopping = False
         self._answers_request = False
         """Whether the outcome of the save in progress answers a request of ``ckpt save``."""
-        self._figures: dict[int, str] = {}
-        """What the line about the save of a step says of training, until the save is published."""
+        self._figures: dict[int, tuple[str, str]] = {}
+        """What the line about the save of a step contains of training, and why it is saved, until it is published."""
 
     # ---------------------------------------------------------------- before the first step
 
@@ -308,13 +308,23 @@ class Saves:
         """Write the checkpoint of the present step, or with ``is_async`` begin to. Raises :class:`SaveFailed`."""
         scheduler = self._scheduler
         # Now: when an asynchronous save is published, training is at a later step.
-        self._figures = {scheduler.step: self._run_log.figures(losses)}
-        self._run_log.progress.follow(
-            lambda: saving_text(checkpointer.saving(), self._recipe.layout.world_size)
-        )
+        why = ""
+        if scheduler.saves_for_epoch:
+            every = scheduler.settings.ckpt_every_epochs
+            why = f" at the end of epoch {scheduler.epoch} (ckpt_every_epochs {every})"
+        self._figures = {scheduler.step: (self._run_log.figures(scheduler.step), why)}
+        self._run_log.progress.follow(self._in_progress)
         return self.write(
             checkpointer, losses, validated=validated, last=last, on_saved=self.note_saved
         )
+
+    def _in_progress(self) -> str:
+        """How far the save or the upload is that is in progress, for the live line."""
+        assert self.checkpointer is not None
+        num_ranks = self._recipe.layout.world_size
+        saving = saving_text(self.checkpointer.saving(), num_ranks)
+        uploading = "" if self.hub_uploads is None else self.hub_uploads.uploading
+        return saving or self.checkpointer.transfers.uploading or uploading
 
     @_measured
     def write(
@@ -361,9 +371,10 @@ class Saves:
         """Log a published checkpoint. Called on rank 0, by a save in the background from another thread."""
         reasoning = self._scheduler.note_published(report.stall_seconds, report.total_seconds)
         self._run_log.progress.note_saved(report.step)
-        log.info("%s", saved_line(report, self._figures.get(report.step, "")))
+        log_saved(report, *self._figures.get(report.step, (f"step {report.step}", "")))
         if report.export_command and not report.export:
-            log.info("  to export it: %s", report.export_command)
+            level = logging.INFO if self._is_stopping else logging.DEBUG
+            log.log(level, "  to export it: %s", report.export_command)
         if reasoning is not None:
             log.info("%s", reasoning)
         self._run_log.log_save(report)
@@ -409,6 +420,7 @@ class Saves:
     @_measured
     def stop(self, losses: Mapping[str, Any]) -> None:
         """Save the last completed step unless it is saved, without an export. Raises the failure of that save."""
+        self._is_stopping = True
         if self.checkpointer is not None:
             # An export may take longer than a scheduler's grace period. The next start makes it.
             self.checkpointer.disable_exports()
@@ -439,14 +451,17 @@ class Saves:
         """
         self._answer_last_requests()
         if self.last_save is not None:
-            log.info("newest checkpoint: %s", self.last_save.path)
+            lines: list[str] = []
             if self.last_save.export is not None:
-                log.info("Hugging Face export: %s", self.last_save.export)
-                log.info("try it: %s", try_command(Path(self.last_save.export)))
+                export = self.last_save.export
+                lines = [f"Hugging Face export: {export}", f"try it: {try_command(Path(export))}"]
             elif self.checkpointer is not None:
                 files = self.checkpointer.exports.own_files(self.last_save.path)
-                for line in model_files_lines(files) if files is not None else ():
-                    log.info("%s", line)
+                lines = [] if files is None else model_files_lines(files)
+            level = logging.DEBUG if lines else logging.INFO
+            log.log(level, "newest checkpoint: %s", self.last_save.path)
+            for line in lines:
+                log.info("%s", line)
         if self.checkpointer is not None:
             self._make_final_exports(self.checkpointer)
         if self.failure is not None:
@@ -487,6 +502,7 @@ class Saves:
         newest = self.last_save or self.resumed
         text = "%s: training is done, and uploads are not; %s to stop waiting for them"
         request.on_request = lambda number: log.info(text, signal_name(number), again(number))
+        self._run_log.progress.follow(self._in_progress)
         try:
             with request.waiting() as is_repeated:
                 if newest is not None and self.hub_uploads is not None:

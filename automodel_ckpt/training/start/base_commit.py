@@ -249,7 +249,7 @@ def _commits(
         if asked not in further:
             origin = " (recorded in the checkpoint)" if recorded and asked in recorded else ""
             label = "base model" if is_base else name.where
-            log.info("%s: %s at commit %s%s", label, name.name, commit[:12], origin)
+            log.debug("%s: %s at commit %s%s", label, name.name, commit[:12], origin)
         further[asked] = commit
     if further:
         notes[FURTHER] = ", ".join(f"{asked}={commit}" for asked, commit in further.items())

@@ -114,7 +114,7 @@ def log_omitted_state(recipe: object, untracked: Collection[str]) -> None:
     """Log which attributes of *recipe* have state that is not saved, and why."""
     omitted = dict(left_out(recipe))
     for name, why in omitted.items():
-        log.info("not saved, since %s: %s", why, name)
+        log.debug("not saved, since %s: %s", why, name)
     for name in sorted(set(untracked) - omitted.keys()):
         log.warning("untracked names %r, but the recipe has no such attribute", name)
 
@@ -175,7 +175,7 @@ class RecipeOptions:
                 optimizer.set_state_options(**(of_recipe if self._from_recipe else saved_options))
                 if saved_options != of_recipe:
                     # The log has the summary of the state that the recipe describes.
-                    log.info("%s: %s", type(optimizer).__name__, optimizer.state_summary)
+                    log.debug("%s: %s", type(optimizer).__name__, optimizer.state_summary)
         if self._from_recipe:
             self._restore()
         if self._schedule is not None and SCHEDULE in saved:

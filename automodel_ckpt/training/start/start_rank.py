@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -121,6 +122,9 @@ def start_rank(
         # torch has no public function for the default store.
         peer_stop = PeerStop(request, dist.distributed_c10d._get_default_store())
         resources.callback(peer_stop.close)
+    if not sys.stderr.isatty():
+        # A file would get each state of a progress bar.
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     run_log = RunLog(config.logging, layout)
     resources.callback(run_log.close)
     if unused := unused_without_checkpoints(config):

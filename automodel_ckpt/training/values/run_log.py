@@ -84,6 +84,7 @@ class RunLog:
         """Rank 0's ``validation.jsonl``. None before :meth:`open`, and on other ranks."""
         self._tracking: Tracking | None = None
         self._peak_memory = PeakMemory(layout.device)
+        self._measured = ""
         self.device_rate: float | None = None
         """What the logged MFU is relative to, in FLOP/s. None when it is unknown."""
         self._handler = set_up_logging(self.progress, settings.level, layout.rank, self._text_log)
@@ -195,8 +196,12 @@ class RunLog:
                 every_steps=self._settings.log_every_steps or 1,
             )
 
-    def log_step(self, step: LaunchedStep, result: StepResult) -> None:
-        """Log a *step* that is done. On a GPU, the next step may have been queued before."""
+    def log_step(self, step: LaunchedStep, result: StepResult, *, is_followed: bool) -> None:
+        """Log a *step* that is done. On a GPU, the next step may have been queued before.
+
+        *is_followed*: the message about its validation or its save has its figures.
+        """
+        self._measured = ""
         if not self._layout.is_rank0:
             return
         control, seconds = step.control, step.seconds
@@ -226,10 +231,19 @@ class RunLog:
             record["samples"] = step.batch.sample_ids
         # Not fsynced for each step: flush() does that before a checkpoint is published.
         self._append(self.training, record, soon=True)
-        self.progress.update(record, seconds)
+        is_shown = self._handler.shown_level <= logging.INFO
+        self.progress.update(record, seconds, is_followed=is_followed and is_shown)
 
-    def log_validation(self, scheduler: StepScheduler, validation: Validation) -> None:
-        """Write a line of ``validation.jsonl``."""
+    def log_validation(
+        self, scheduler: StepScheduler, validation: Validation, text: str, *, is_followed: bool
+    ) -> None:
+        """Show a *validation*, with its metrics as *text*, and write a line of ``validation.jsonl``.
+
+        *is_followed*: the message about the save of this step has them.
+        """
+        self._measured = text
+        if not is_followed:
+            log.info("%s", self.figures(scheduler.step))
         record = {"step": scheduler.step, "epoch": scheduler.epoch, "timestamp": time.time()}
         record |= {**validation.metrics, "label_tokens": validation.num_label_tokens}
         if self.terms != LABEL_TOKENS:
@@ -320,17 +334,10 @@ class RunLog:
         """Write the error that ends the run to ``log.txt`` of rank 0. The launcher prints it."""
         self._text_log.write(text)
 
-    def figures(self, losses: Mapping[str, Any]) -> str:
-        """Describe the present step for the line about a save: losses, tokens per second, memory.
-
-        *losses* is the content of ``losses.json``. Empty before the first step of this process.
-        """
-        parts = []
-        for key, name in (("train_loss", "loss"), ("val_loss", "val loss")):
-            value = losses.get(key)
-            if value is not None:
-                parts.append(f"{name} {value:.4f}")
-        return ", ".join([*parts, *self.progress.figures()])
+    def figures(self, step: int) -> str:
+        """The present *step* in a line: its figures, and the metrics of its validation if there was one."""
+        parts = self.progress.figures() or [f"step {step}"]
+        return "  ".join(filter(None, [*parts, self._measured]))
 
 
 def build_profiler(config: RecipeConfig, layout: RankLayout) -> StepProfiler | None:

@@ -384,7 +384,10 @@ class StepNumbers:
             step=step.step,
             count=count,
         )
-        loop.run_log.log_step(step, self.newest)
+        scheduler = self._loop.step_scheduler
+        is_saved = scheduler.save_was_due and loop.checkpointer is not None
+        is_followed = step.step == scheduler.step and (is_saved or scheduler.validation_is_due)
+        loop.run_log.log_step(step, self.newest, is_followed=is_followed)
         loop.divergence.judge(self.newest)
 
 

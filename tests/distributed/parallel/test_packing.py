@@ -38,7 +38,7 @@ def losses_of(directory: Path) -> list[float]:
     ],
 )
 def test_sharing_rows_gives_the_training_of_padded_samples(
-    tmp_path: Path, attention: str, logged: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, attention: str, logged: str
 ) -> None:
     overrides = (
         *DATA,
@@ -46,7 +46,8 @@ def test_sharing_rows_gives_the_training_of_padded_samples(
         "--step_scheduler.local_batch_size=4",
     )
     run(tmp_path, *overrides, name="shared", text=TEXT)
-    assert f"packing samples without padding; {logged}" in capfd.readouterr().err
+    log = (tmp_path / "shared/log.txt").read_text()
+    assert f"packing samples without padding; {logged}" in log
     run(tmp_path, *overrides, "--dataloader.padding_free=false", name="padded", text=TEXT)
     shared, padded = (
         lines_of_steps(tmp_path / name / "training.jsonl") for name in ("shared", "padded")

@@ -62,6 +62,23 @@ def test_with_a_number_of_steps_a_line_is_printed_after_each_multiple_and_the_la
     assert [text[:10] for text in printed] == ["step  4/10", "step  8/10", "step 10/10"]
 
 
+def test_by_default_there_are_about_25_lines_and_one_in_ten_minutes() -> None:
+    for total, seconds, expected in (
+        (60, 1.0, [*range(3, 61, 3)]),
+        (1000, 1.0, [3, *range(40, 1001, 40)]),
+        (100, 400.0, [3, *range(4, 101, 2)]),
+        (10**6, 301.0, [3, 5, 7, 9]),
+    ):
+        stream, clock = io.StringIO(), Clock()
+        line = Progress(total_steps=total, stream=stream, clock=clock)
+        for step in range(1, min(total, 1000 if total < 10**6 else 10) + 1):
+            line.update(line_of(step), 0.5)
+            clock.now += seconds
+        shown = [int(text[4:].partition("/")[0]) for text in stream.getvalue().splitlines()]
+        assert shown == expected
+    assert re.search(r"  ends (... )?\d\d:\d\d$", stream.getvalue().splitlines()[0])
+
+
 def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -74,10 +91,12 @@ def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
     line.write_above("Saving checkpoint to checkpoints/epoch_0_step_20")
     line.close()
     screen = stream.getvalue()
-    assert screen.count("\n") == 2
-    above, last, rest = screen.split("\n")
+    printed, above, last = screen.split("\n")
+    # On a screen of its own, the line about the step stays, and the live line goes.
+    assert printed == "step 20/60  epoch 0  loss 2.5000  lr 1.00e-03  2,000 tok/s"
     assert above.endswith("\r\x1b[KSaving checkpoint to checkpoints/epoch_0_step_20")
-    assert last.endswith("saved 20, 1 min 30 s ago")
+    live, rest = last.split("\r\x1b[K")
+    assert live.endswith("saved 20, 1 min 30 s ago")
     assert rest == ""
 
 

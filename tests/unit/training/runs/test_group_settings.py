@@ -42,7 +42,7 @@ class Plain(torch.optim.SGD):
     ],
 )
 def test_a_group_with_its_own_optimizer_has_the_settings_of_the_section(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], section: str, group: str, logged: str
+    tmp_path: Path, section: str, group: str, logged: str
 ) -> None:
     recipe = training.write_recipe(tmp_path)
     given = f"--optimizer={{{section}, groups: [{{params: [hidden_matrices], {group}}}]}}"
@@ -51,4 +51,4 @@ def test_a_group_with_its_own_optimizer_has_the_settings_of_the_section(
     assert main([str(recipe), given, run, *trust, "--step_scheduler.max_steps=1"]) == 0
     name, _, rate, *_, decay = logged.split()
     line = re.compile(rf" {name}, .* \(hidden_matrices\): .*, lr {rate}, weight decay {decay}\n")
-    assert line.search(capfd.readouterr().err)
+    assert line.search((tmp_path / "run" / "log.txt").read_text())

@@ -87,7 +87,7 @@ def revisions(config: Any) -> dict[str, str | None]:
 def test_all_names_of_a_recipe_get_the_commits_of_the_first_start(
     hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "automodel_ckpt")
+    caplog.set_level(logging.DEBUG, "automodel_ckpt")
     config = read(RECIPE, tmp_path)
     first, second = "dataset.sources.first.path", "dataset.sources.second.path"
     asked = {
