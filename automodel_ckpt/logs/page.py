@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -23,7 +23,7 @@ _FIGURES: Sequence[tuple[str, str, Callable[[Sequence[float]], str]]] = (
 
 def page(
     runs: Sequence[History],
-    differences: Mapping[str, Sequence[str]] | None = None,
+    differences: dict[str, list[str]] | None = None,
     template: str = "page.html.jinja",
 ) -> str:
     """Return the HTML document for *runs*, or with the template ``loss.svg.jinja`` their loss as an image.
