@@ -65,6 +65,8 @@ $(NEWEST)/.ready:
 	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(NEWEST) $(NEWEST).txt test,archive,compressed-tensors,gguf,s3,vision
 	@touch $@
 
+install: $(STAMP)  ## ckpt-train and ckpt in .venv, with the tested versions: source .venv/bin/activate
+
 demo: $(STAMP)  ## train, kill, resume, export: about three minutes
 	@$(BIN)/python tools/demo.py
 

@@ -27,7 +27,7 @@ def example_lines() -> list[str]:
 
 
 def copy_example(name: str, directory: str) -> Path:
-    """Copy an example recipe, and the Python file it uses, into a directory. Never overwrites a file.
+    """Copy an example recipe, and the Python or JSONL file it uses, into a directory. Never overwrites a file.
 
     Creates the directory, and writes the JSON schema that the recipe's first line names. Returns the path of the copy.
     Raises :class:`RecipeError` if there is no such example, or a file exists.
@@ -40,9 +40,8 @@ def copy_example(name: str, directory: str) -> Path:
         hint = f"did you mean {meant}?" if meant else "ckpt-train --list lists the example recipes"
         raise RecipeError("unknown example recipe", where="--copy", value=name, hint=hint)
     text = recipe.read_text(encoding="utf-8")
-    code = re.search(r"^recipe: (\w+\.py):", text, re.MULTILINE)
-    if code:
-        _copy(recipe.with_name(code[1]), Path(directory))
+    for used in re.findall(r"^(?:recipe|  path): (\w+\.(?:py|jsonl))\b", text, re.MULTILINE):
+        _copy(recipe.with_name(used), Path(directory))
     copied = _copy(recipe, Path(directory))
     from automodel_ckpt.config.help.json_schema import FILE_NAME, schema_text
 

@@ -1,8 +1,9 @@
 """The guides are true: their files are written, their commands run, in the order of the page; links lead somewhere.
 
 A fence ``yaml file=NAME`` (any language) is written to NAME; ``bash`` is run; ``bash norun=REASON`` is not, and says
-why (underscores for spaces); ``text`` and ``yaml`` without a file are only shown. A comment ``uses: my-llama
-train.jsonl examples`` asks for a small model, data, this repository's examples.
+why (underscores for spaces); ``bash press=Ctrl-C`` is stopped after a step; ``text`` and ``yaml`` without a file are
+only shown. A comment ``uses: my-llama train.jsonl examples hub`` asks for a small model, data, this repository's
+examples, a server with the Hub's HTTP API. A small model with the name of one on the Hub is preferred to it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import textwrap
+import time
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +25,15 @@ import pytest
 import yaml
 
 from automodel_ckpt import load_recipe
-from tests.contract.repository.test_readme import BIN, ROOT, make_model, write_samples
+from tests.contract.repository.test_readme import (
+    BIN,
+    ROOT,
+    make_chat_model,
+    make_model,
+    write_samples,
+)
 from tests.support.servers.command_server import CommandServer
+from tests.support.servers.hub_server import HubServer, hub_server
 from tools import features, make_reference
 
 DOCS = ROOT / "docs"
@@ -69,12 +80,36 @@ def blocks(page: Path) -> list[Block]:
     ]
 
 
-def prepare(page: Path, directory: Path) -> None:
+MAKERS = {
+    "my-llama": make_model,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": make_chat_model,
+    "train.jsonl": write_samples,
+}
+HUB_COMMAND = """#!/bin/sh
+# `ckpt` of the commands' server, which imported huggingface_hub with other variables.
+exec env {variables} PYTHONPATH={root} python {root}/tests/support/servers/hub_command.py ckpt "$@"
+"""
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[HubServer]:
+    with hub_server() as running:
+        yield running
+
+
+def prepare(page: Path, directory: Path, hub: HubServer) -> None:
+    makers = MAKERS | {"examples": copy_examples, "hub": lambda place: write_command(place, hub)}
     uses = re.search(r"<!-- uses: ([^>]*) -->", page.read_text())
     for thing in uses[1].split() if uses else ():
-        {"my-llama": make_model, "train.jsonl": write_samples, "examples": copy_examples}[thing](
-            directory / thing
-        )
+        makers[thing](directory / thing)
+
+
+def write_command(place: Path, hub: HubServer) -> None:
+    """A directory with a command `ckpt` that uses the server."""
+    place.mkdir()
+    variables = " ".join(f"{k}={v}" for k, v in hub.environment(str(place / "home")).items())
+    (place / "ckpt").write_text(HUB_COMMAND.format(variables=variables, root=ROOT))
+    (place / "ckpt").chmod(0o755)
 
 
 def copy_examples(place: Path) -> None:
@@ -94,15 +129,20 @@ def _smaller(size: re.Match[str]) -> str:
     [pytest.param(page, marks=MARKS.get(page.stem, ())) for page in GUIDES],
     ids=lambda page: page.stem,
 )
-def test_a_guide_can_be_followed(page: Path, tmp_path: Path, commands: CommandServer) -> None:
-    prepare(page, tmp_path)
-    shims = commands.on_path(BIN)
-    environment = {**os.environ, **shims, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def test_a_guide_can_be_followed(
+    page: Path, tmp_path: Path, commands: CommandServer, hub: HubServer
+) -> None:
+    prepare(page, tmp_path, hub)
+    environment = {**os.environ, **commands.on_path(BIN), "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{tmp_path / 'hub'}:{environment['PATH']}"
     for block in blocks(page):
         if "file" in block.options:
             file = tmp_path / block.options["file"]
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(FEWER_EPOCHS.sub(r"\1 1", block.body))
+        elif "press" in block.options:
+            assert block.options["press"] == "Ctrl-C"
+            stop_after_a_step(block.body, tmp_path)
         elif block.language == "bash" and "norun" not in block.options:
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", block.body],
@@ -118,6 +158,19 @@ def test_a_guide_can_be_followed(page: Path, tmp_path: Path, commands: CommandSe
             compile(textwrap.dedent(block.body), str(page), "exec")
         else:
             assert block.language in SHOWN_ONLY or block.options["norun"]
+
+
+def stop_after_a_step(command: str, directory: Path) -> None:
+    """Press Ctrl-C as a terminal does, which signals all processes of the command."""
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    words = ["bash", "-euo", "pipefail", "-c", command]
+    process = subprocess.Popen(words, cwd=directory, env=environment, start_new_session=True)
+    log = directory / "checkpoints/training.jsonl"
+    while not (log.exists() and '"loss"' in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(120) == 75
 
 
 def test_the_sections_of_recipes_that_pages_only_show_are_valid(tmp_path: Path) -> None:

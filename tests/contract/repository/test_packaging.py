@@ -158,10 +158,12 @@ def modules_found_by(python: Path) -> list[str]:
 
 PYTHON = """#!/bin/bash
 # python3 as the README's lines see it: an environment made with it finds the packages of the tests' environment.
-test "$1 $2" = "-m venv" && {python} -m venv --without-pip "$3" && {{
-  echo {libraries} > "$3"/lib/{version}/site-packages/libraries.pth
-  printf '#!/bin/bash\\nexec {python} -m pip --python "%s/bin/python" "$@"\\n' "$3" > "$3"/bin/pip
-  chmod +x "$3"/bin/pip
+test "$1 $2" = "-m venv" || exec {python} "$@"
+made=${{!#}}
+{python} -m venv --without-pip "$made" && {{
+  echo {libraries} > "$made"/lib/{version}/site-packages/libraries.pth
+  printf '#!/bin/bash\\nexec {python} -m pip --python "%s/bin/python" "$@"\\n' "$made" > "$made"/bin/pip
+  chmod +x "$made"/bin/pip
 }}
 """
 LOGIN = """#!/bin/bash
@@ -204,11 +206,12 @@ def repository_of(built: Built) -> Path:
     """A git repository with the files of the package, whose links to recipes and examples are links in git as well."""
     repository = built.source.parent / "repository"
     package = ["pyproject.toml", "README.md", "LICENSE", "automodel_ckpt", "recipes", "examples"]
+    package += ["Makefile", "constraints.txt", "tools"]
     run("git", "init", "--quiet", repository, cwd=built.source)
     git = ("git", f"--git-dir={repository / '.git'}", f"--work-tree={built.source}")
     run(*git, "add", *package, cwd=built.source)
     author = ("-c", "user.name=test", "-c", "user.email=test@example.com")
-    run(*git, *author, "commit", "--quiet", "-m", "The package", cwd=built.source)
+    run(*git, *author, "commit", "--quiet", "--allow-empty", "-m", "All", cwd=built.source)
     return repository
 
 
@@ -237,6 +240,30 @@ def offline_environment(directory: Path) -> dict[str, str]:
         "PATH": f"{shims(directory / 'shims')}:/usr/bin:/bin",
         "EMPTY": str(directory / "empty"),
     }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_stranger_chats_with_a_lora_after_the_five_commands_of_the_readme(
+    built: Built, tmp_path: Path
+) -> None:
+    """They run as they are. Where there is no network, ``URL`` is a link to a repository, and in the new environment
+    pip finds all packages but this one installed."""
+    commands = (ROOT / "README.md").read_text().partition("```bash\n")[2].partition("```")[0]
+    assert len(commands.splitlines()) == 5
+    (tmp_path / "URL").symlink_to(repository_of(built))
+    (tmp_path / "home").mkdir()
+    done = subprocess.run(
+        ["bash", "-e", "-c", commands],
+        cwd=tmp_path,
+        env=offline_environment(tmp_path),
+        input="What is 3 + 1?\n/reset\nHow do I stop a run?\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "It is 4.\nPress Ctrl-C. It saves and ends.\n" in done.stdout
 
 
 FURTHER = [pytest.param(each, marks=pytest.mark.further) for each in ("clone", "git")]

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -58,6 +59,12 @@ def make_model(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
+def make_chat_model(directory: Path) -> None:
+    """The same, with a chat template."""
+    make_model(directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+
+
 def write_samples(file: Path) -> None:
     """Eighty questions with their answers."""
     samples = [{"prompt": f"What is {n} + 1? ", "completion": f"It is {n + 1}."} for n in range(80)]
@@ -78,8 +85,7 @@ def write_chats(file: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory, commands: CommandServer) -> Path:
     """A directory where the README's recipe has run, on a small model and 80 samples."""
     directory = tmp_path_factory.mktemp("readme")
-    make_model(directory / "my-model")
-    (directory / "my-model" / "chat_template.jinja").write_text(TEMPLATE)
+    make_chat_model(directory / "my-model")
     write_chats(directory / "chats.jsonl")
     assert "Qwen/Qwen3-0.6B" in RECIPE
     (directory / "recipe.yaml").write_text(RECIPE.replace("Qwen/Qwen3-0.6B", "my-model"))
@@ -112,7 +118,7 @@ def test_each_training_command_is_accepted(command: str, trained: Path) -> None:
 
 def test_the_commands_on_checkpoints_run(trained: Path, commands: CommandServer) -> None:
     lines = re.findall(r"^\$ ckpt (.*)$", README, flags=re.MULTILINE)
-    assert len(lines) == 5
+    assert len(lines) == 4
     for line in lines:
         output = ["--output", "again"] if line.startswith("export") else []
         done = commands.run("ckpt", *line.split(), *output, cwd=trained)
@@ -124,3 +130,13 @@ def test_the_example_and_the_make_targets_that_it_names_exist() -> None:
         assert (ROOT / path).is_file()
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert set(re.findall(r"^    make (\w+)", README, flags=re.MULTILINE)) <= targets
+
+
+def test_the_picture_is_a_small_svg_image_with_the_loss_and_the_saves_of_a_run() -> None:
+    (name,) = re.findall(r"^!\[[^]]+\]\((.*)\)$", README, flags=re.MULTILINE)
+    picture = (ROOT / name).read_text()
+    assert len(picture) < 60_000
+    assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
+    assert "<polyline" in picture
+    assert 'class="saved' in picture
+    assert not re.search(r"<script|href=|url\(", picture)

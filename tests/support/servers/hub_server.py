@@ -27,6 +27,8 @@ from tests.support.servers.serving import serve
 
 TOKEN = "hf_theTokenThatNoLogAndNoFileHas"
 USER = "org"
+ORGANIZATION = "my-org"
+"""An organization that the user can write to, as the guides name it."""
 PART_BYTES = 16 << 10
 """Files of more bytes are uploaded in parts of this size."""
 _LFS_SUFFIXES = (".safetensors", ".bin", ".png")
@@ -211,7 +213,7 @@ class HubServer:
             return error(401, message="Invalid username or password.")
         given = json.loads(body)
         name = f"{given.get('organization') or USER}/{given['name']}"
-        if not name.startswith(f"{USER}/"):
+        if name.split("/")[0] not in (USER, ORGANIZATION):
             return error(
                 403, message="You don't have the rights to create a model under this namespace"
             )
