@@ -43,7 +43,8 @@ instead of training:
   --help TOPIC    describe a section, a key or a builder, such as checkpoint, optimizer.lr, dataset, dataset.messages
   --print-config  print the recipe with defaults and overrides, and the origin of each value
   --convert-recipe
-                  print a recipe of NeMo AutoModel as a recipe of this program, with a comment for each changed key
+                  print a recipe of axolotl, LLaMA-Factory, TRL or NeMo AutoModel as a recipe of this program, with a
+                  comment for each changed key
   --dry-run       check recipe, data and model without loading weights; print memory, disk use and the resume point
                   (--device-memory SIZE, such as 80GiB: forecast for a GPU with this memory, also on another machine)
   --show-samples N
