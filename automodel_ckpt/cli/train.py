@@ -31,7 +31,7 @@ from automodel_ckpt.cli.common.terminal import (
 )
 from automodel_ckpt.cli.launch.process import raise_file_limit
 from automodel_ckpt.config.bind import INVALID, Binder
-from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.load import LoadedRecipe, convert_recipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.config.schema_keys import join
 from automodel_ckpt.config.tree.yaml_tree import Node
@@ -146,14 +146,16 @@ def _run_recipe(line: CommandLine) -> int:
         from automodel_ckpt.cli.cluster.options import launcher_options
 
         launcher = launcher_options(line)
-    only_prints = not line.modes.keys().isdisjoint({"print_config", "convert_recipe"})
+    if "convert_recipe" in line.modes:
+        num_ranks = known_ranks(line.flags) or 1
+        text = convert_recipe(path, line.overrides, problems=line.problems, num_ranks=num_ranks)
+        print(text, end="")
+        return EXIT_DONE
+    only_prints = "print_config" in line.modes
     # The data of a launcher's run may be on the cluster only.
     check = None if only_prints or launcher is not None else _early_check(line)
     text = generated.text if generated else None
     loaded = load_recipe(path, line.overrides, problems=line.problems, check=check, text=text)
-    if "convert_recipe" in line.modes:
-        print(loaded.converted(), end="")
-        return EXIT_DONE
     if loaded.notices and _reports_for_node():
         from automodel_ckpt.config.automodel.rows import report_lines
 

@@ -118,11 +118,12 @@ class LoadedRecipe:
         from automodel_ckpt.config.automodel.translation import RECIPES, converted_text
 
         if self.translated is None:
+            hint = f"NeMo AutoModel has recipe: {' or '.join(RECIPES)}; axolotl has base_model, "
             raise RecipeError(
-                "this is not a recipe of NeMo AutoModel",
+                "this is not a recipe of NeMo AutoModel, axolotl, LLaMA-Factory or TRL",
                 where=str(self.path),
                 value=f"recipe: {self.tree.at('recipe')}",
-                hint=f"--convert-recipe converts files with recipe: {' or '.join(RECIPES)}",
+                hint=f"{hint}LLaMA-Factory and TRL have model_name_or_path",
             )
         return converted_text(str(self.path), self.parsed, self.translated, self.tree, self.notices)
 
@@ -146,17 +147,73 @@ def load_recipe(
     """
     found = list(problems)
     path = Path(path)
-    # Unlike Path.is_file this raises nothing, such as for names that are too long.
-    if text is None and not (os.path.isfile(path) or is_stream(path)):
-        raise RecipeError.all_of([*found, _missing_file(path)])
-    parsed = (
-        read_with_bases(path, found)
-        if text is None
-        else read_text(text, str(path), found, lines=True)
-    )
-    if parsed is None:
-        raise RecipeError.all_of(found)
+    parsed = _parsed(path, found, text)
     return bind_recipe(path, parsed, overrides, schema=schema, problems=found, check=check)
+
+
+def convert_recipe(
+    path: str | Path,
+    overrides: Sequence[Override] = (),
+    *,
+    problems: Sequence[Problem] = (),
+    num_ranks: int = 1,
+) -> str:
+    """Return a recipe file of another program as YAML of this program, with comments.
+
+    Args:
+        path: A file of NeMo AutoModel, axolotl, LLaMA-Factory or TRL.
+        overrides: Overrides of AutoModel's keys, or of ``recipe`` for the other programs.
+        problems: What was found before.
+        num_ranks: The number of ranks, which axolotl, LLaMA-Factory and TRL multiply batches by.
+
+    Raises:
+        RecipeError: with all problems of the file and the overrides.
+    """
+    from automodel_ckpt.config.automodel.translation import converted_text
+    from automodel_ckpt.config.other_recipes import program_of, translate
+
+    found = list(problems)
+    path = Path(path)
+    parsed = _parsed(path, found)
+    program = program_of(parsed)
+    if program is None:
+        return bind_recipe(path, parsed, overrides, problems=found).converted()
+    for each in overrides:
+        if each.key != "recipe":
+            hint = "convert the file first, and override keys of the result"
+            found.append(Problem("only recipe can be overridden here", each.node.origin, "", hint))
+    if found:
+        raise RecipeError.all_of(found)
+    kind = next((str(each.node.value) for each in overrides if each.key == "recipe"), None)
+    rejected: dict[str, str] = {}
+    while True:
+        work = translate(parsed, program, kind, num_ranks, rejected)
+        try:
+            bound = bind_recipe(path, work.result, problems=found).tree
+            ours = dict(work.result.children())
+            # In the order of the schema.
+            ours = {name: ours[name] for name, _ in bound.children() if name in ours}
+            return converted_text(str(path), parsed, Node(ours, ""), bound, work.notices, program)
+        except RecipeError as error:
+            # A value that our key does not accept is reported instead.
+            more = {each.where: each.what for each in error.problems if each.where in work.renamed}
+            if not more:
+                raise
+            rejected |= more
+
+
+def _parsed(path: Path, problems: list[Problem], text: str | None = None) -> Node:
+    """Read a recipe file, or its *text*. Raises :class:`RecipeError` with the *problems* if it cannot be read."""
+    # Unlike Path.is_file this raises nothing, such as for names that are too long.
+    if text is not None:
+        parsed = read_text(text, str(path), problems, lines=True)
+    elif os.path.isfile(path) or is_stream(path):
+        parsed = read_with_bases(path, problems)
+    else:
+        raise RecipeError.all_of([*problems, _missing_file(path)])
+    if parsed is None:
+        raise RecipeError.all_of(problems)
+    return parsed
 
 
 def bind_recipe(
@@ -186,7 +243,7 @@ def bind_recipe(
     for _, node in root.walk():
         if isinstance(node.value, str):
             node.value = current_name(node.value)
-    translation = _translated(root)
+    translation = _translated(root, path)
     translated = None
     if translation is not None:
         root, translated = translation.root, translation.root.copy()
@@ -223,8 +280,17 @@ def bind_recipe(
     )
 
 
-def _translated(root: Node) -> Translation | None:
-    """Translate a recipe of NeMo AutoModel; None for others. Its recipe classes never have our names."""
+def _translated(root: Node, path: Path) -> Translation | None:
+    """Translate a recipe of NeMo AutoModel; None for others. Its recipe classes never have our names.
+
+    Raises :class:`RecipeError` for a file of another program, of which not all keys can be translated.
+    """
+    from automodel_ckpt.config.other_recipes import program_of
+
+    program = program_of(root)
+    if program is not None:
+        hint = f"ckpt-train --convert-recipe {path} > recipe.yaml writes it as a recipe of this program"
+        raise RecipeError(f"this is a recipe of {program}", where=str(path), value="", hint=hint)
     if is_own(str(root.at("recipe"))):
         return None
     from automodel_ckpt.config.automodel.translation import translate

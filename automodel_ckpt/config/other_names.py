@@ -60,11 +60,11 @@ early_stopping_threshold -> step_scheduler.early_stopping.min_delta
 output_dir -> checkpoint.checkpoint_dir
 overwrite_output_dir -> | use another checkpoint.checkpoint_dir for a new run
 save_total_limit keep_last_n_checkpoints -> checkpoint.keep_last
-save_only_model -> checkpoint.save_optimizer | false
-save_safetensors -> checkpoint.model_save_format
+save_only_model -> checkpoint.save_optimizer = true:false false:true
+save_safetensors -> checkpoint.model_save_format = true:safetensors false:torch_save
 load_best_model_at_end -> checkpoint.export_best
-metric_for_best_model -> checkpoint.best_metric_key
-greater_is_better -> checkpoint.best_mode | max
+metric_for_best_model -> checkpoint.best_metric_key = eval_loss:val_loss loss:val_loss
+greater_is_better -> checkpoint.best_mode = true:max false:min
 resume_from_checkpoint auto_resume_from_checkpoints -> checkpoint.restore_from | without it, a run resumes from
   its newest checkpoint
 checkpointer -> model.from_pretrained checkpoint
@@ -77,13 +77,13 @@ reset_attention_mask reset_position_ids -> pretrain.attend_across_documents | fa
 mup_base_width mup_base_hidden_size -> pretrain.base_width
 data_path -> dataset | data.mixture.mixture of data.token_files.megatron
 model_name_or_path base_model pretrained_model_name_or_path model_name model.name model.path -> model.from_pretrained
-model_revision base_model_revision -> model.revision
-tokenizer_name tokenizer_name_or_path -> tokenizer.from_pretrained
-torch_dtype -> model.dtype
+model_revision base_model_revision revision_of_model -> model.revision
+tokenizer_name tokenizer_name_or_path tokenizer_config -> tokenizer.from_pretrained
+torch_dtype dtype -> model.dtype
 flash_attention flash_attn sdp_attention xformers_attention -> model.attn_implementation
 gradient_checkpointing enable_activation_checkpointing -> model.activation_checkpointing
 enable_activation_offloading activation_offloading -> model.activation_checkpointing | full
-tf32 -> float32_precision | high
+tf32 -> float32_precision = true:high false:highest
 neftune_noise_alpha -> model.neftune_alpha
 disable_dropout -> dropout | auto: off in dpo, kto, orpo and reward_model
 freeze_vision_tower freeze_multi_modal_projector freeze_language_model -> model.freeze | [vision_tower,

@@ -344,7 +344,7 @@ class Notice:
     text: str = ""
 
 
-def report_lines(notices: Iterable[Notice]) -> Iterator[str]:
+def report_lines(notices: Iterable[Notice], program: str = "NeMo AutoModel") -> Iterator[str]:
     """Yield what a user must know before training: one line per degraded key and note, one for keys without effect."""
     notices = list(notices)
     for notice in notices:
@@ -355,7 +355,7 @@ def report_lines(notices: Iterable[Notice]) -> Iterator[str]:
             yield f"note: {notice.origin}: {notice.key}: {notice.text}"
     unused = list(dict.fromkeys(each.key for each in notices if each.kind == "no effect"))
     if unused:
-        have = f"{len(unused)} keys of NeMo AutoModel have"
+        have = f"{len(unused)} keys of {program} have"
         if len(unused) == 1:
-            have = "1 key of NeMo AutoModel has"
+            have = f"1 key of {program} has"
         yield f"note: {have} no meaning here: {', '.join(unused)}"

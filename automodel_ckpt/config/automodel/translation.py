@@ -37,7 +37,7 @@ from automodel_ckpt.config.automodel.rows import (
     report_lines,
 )
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import annotation_at, closest, join, names_in
+from automodel_ckpt.config.schema_keys import annotation_at, closest, is_number, join, names_in
 from automodel_ckpt.config.tree.yaml_tree import Node, lines
 from automodel_ckpt.errors import Problem
 
@@ -266,18 +266,24 @@ _COMMENT_COLUMN = 60
 
 
 def converted_text(
-    path: str, source: Node, translated: Node, bound: Node, notices: Sequence[Notice]
+    path: str,
+    source: Node,
+    translated: Node,
+    bound: Node,
+    notices: Sequence[Notice],
+    program: str = "NeMo AutoModel",
 ) -> str:
     """Return the converted recipe as YAML: the keys of *translated*, with the values of the validated tree *bound*.
 
-    A comment beside each renamed key has AutoModel's name, which is at the same line of the *source*. Comments at the
-    top list the keys that were dropped or degraded. The text loads to the same configuration as the recipe at *path*.
+    A comment beside each renamed key has the *program*'s name, which is at the same line of the *source*. Comments at
+    the top list the keys that were dropped or degraded. The text loads to the same configuration as the recipe at
+    *path*.
     """
-    rows = [f"# Converted from the NeMo AutoModel recipe {path} by ckpt-train --convert-recipe"]
-    rows += [f"# {line}" for line in report_lines(notices)]
+    rows = [f"# Converted from the {program} recipe {path} by ckpt-train --convert-recipe"]
+    rows += [f"# {line}" for line in report_lines(notices, program)]
     names: dict[str, list[str]] = {}
     for key, node in source.walk():
-        if not isinstance(node.value, dict):
+        if not (isinstance(node.value, dict) or is_number(key.rpartition(".")[2])):
             names.setdefault(node.origin, []).append(key)
     for text, comment in lines(_commented(translated, bound, names, "")):
         rows.append(f"{text:{_COMMENT_COLUMN}}  # {comment}" if comment else text)
@@ -298,7 +304,7 @@ def _commented(node: Node, bound: Node, names: Mapping[str, Sequence[str]], key:
     value = bound.at(key) or node
     # An empty section is a section with all defaults in the validated tree.
     value = node if isinstance(value.value, dict) else value
-    comment = node.origin if node.origin == AUTOMODEL_DEFAULT else ""
+    comment = node.origin if node.origin.startswith("default of ") else ""
     given = names.get(node.origin, ())
     if given and key not in given:
         comment = f"was {', '.join(given)}"

@@ -56,7 +56,8 @@ _OPTIONS = """
 --device-memory SIZE | With --dry-run: forecast for a GPU with this memory, such as 80GiB, also on another machine
 --show-samples N | Print the first N samples with the trained tokens marked; and their lengths
 --print-config | Print the recipe with defaults and overrides, and the origin of each value
---convert-recipe | Print a recipe of NeMo AutoModel as a recipe of this program; with a comment for each changed key
+--convert-recipe | Print a recipe of axolotl, LLaMA-Factory, TRL or NeMo AutoModel as a recipe of this program,
+  with a comment for each changed key
 --write-launcher slurm,k8s,skypilot | Print a batch script for Slurm, a TrainJob of Kubeflow, an indexed Job of
   Kubernetes or a task of SkyPilot that runs the recipe with the given --nnodes and --nproc-per-node; submits nothing
 --output FILE | With --write-launcher: write it to a new file

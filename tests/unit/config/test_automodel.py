@@ -1052,7 +1052,7 @@ def test_only_recipes_of_automodel_are_converted(tmp_path: Path) -> None:
     text += "dataset:\n  _target_: automodel_ckpt.data.text.text\n  path: rows.jsonl\n"
     loaded = load(tmp_path, text)
     assert loaded.translated is None
-    with pytest.raises(RecipeError, match="not a recipe of NeMo AutoModel"):
+    with pytest.raises(RecipeError, match="not a recipe of NeMo AutoModel, axolotl"):
         loaded.converted()
 
 
