@@ -148,8 +148,8 @@ def _run_recipe(line: CommandLine) -> int:
         launcher = launcher_options(line)
     if "convert_recipe" in line.modes:
         num_ranks = known_ranks(line.flags) or 1
-        text = convert_recipe(path, line.overrides, problems=line.problems, num_ranks=num_ranks)
-        print(text, end="")
+        yaml = convert_recipe(path, line.overrides, problems=line.problems, num_ranks=num_ranks)
+        print(yaml, end="")
         return EXIT_DONE
     only_prints = "print_config" in line.modes
     # The data of a launcher's run may be on the cluster only.
@@ -159,8 +159,8 @@ def _run_recipe(line: CommandLine) -> int:
     if loaded.notices and _reports_for_node():
         from automodel_ckpt.config.automodel.rows import report_lines
 
-        for text in report_lines(loaded.notices):
-            print_error(text)
+        for notice in report_lines(loaded.notices):
+            print_error(notice)
     if only_prints:
         print(loaded.explain(), end="")
         return EXIT_DONE

@@ -205,6 +205,7 @@ def convert_recipe(
 def _parsed(path: Path, problems: list[Problem], text: str | None = None) -> Node:
     """Read a recipe file, or its *text*. Raises :class:`RecipeError` with the *problems* if it cannot be read."""
     # Unlike Path.is_file this raises nothing, such as for names that are too long.
+    parsed: Node | None
     if text is not None:
         parsed = read_text(text, str(path), problems, lines=True)
     elif os.path.isfile(path) or is_stream(path):
