@@ -173,7 +173,7 @@ class RecipeParts:
         config = self.config
         self.model_config = self.build_model_config()
         if not self.is_dry_run:
-            check_before_data(self._request())
+            check_before_data(_model_request(self))
         loaders: dict[str, GlobalBatchLoader] = {}
         for name, section in data_sections(config).items():
             if section is None:
@@ -278,25 +278,7 @@ class RecipeParts:
         A recipe with several models calls it once for each. Only attributes of the recipe are saved, so assign the
         module of a :class:`Trainable` to an attribute if it has to be saved.
         """
-        return build_trainable(self._request(config, is_trained=is_trained))
-
-    def _request(
-        self, config: RecipeConfig | None = None, *, is_trained: bool = True
-    ) -> ModelRequest:
-        dropout = self.config.dropout
-        return ModelRequest(
-            config or self.config,
-            self.layout,
-            self.auto_class,
-            self.task_type,
-            self.preprocessor,
-            self.model_config if config is None else None,
-            shares_rows=self.shares_rows,
-            packs_images=self.packs_images,
-            uses_dropout=self.uses_dropout if dropout == "auto" else dropout,
-            is_trained=is_trained,
-            is_dry_run=self.is_dry_run,
-        )
+        return build_trainable(_model_request(self, config, is_trained=is_trained))
 
     def build_optimizer(self) -> Optimizer:
         """Build the ``optimizer`` section over all parameters that need gradients."""
@@ -390,3 +372,23 @@ class RecipeParts:
     def build_saves(self) -> Saves:
         """Build the object that saves the state of the run."""
         return self.saves_class(self)
+
+
+def _model_request(
+    recipe: RecipeParts, config: RecipeConfig | None = None, *, is_trained: bool = True
+) -> ModelRequest:
+    """What :func:`build_trainable` gets from *recipe*."""
+    dropout = recipe.config.dropout
+    return ModelRequest(
+        config or recipe.config,
+        recipe.layout,
+        recipe.auto_class,
+        recipe.task_type,
+        recipe.preprocessor,
+        recipe.model_config if config is None else None,
+        shares_rows=recipe.shares_rows,
+        packs_images=recipe.packs_images,
+        uses_dropout=recipe.uses_dropout if dropout == "auto" else dropout,
+        is_trained=is_trained,
+        is_dry_run=recipe.is_dry_run,
+    )

@@ -172,13 +172,8 @@ class Saves:
 
     def is_requested(self) -> bool:
         """Whether a save is requested of this rank: by a signal, or on rank 0 by ``ckpt save``. Local."""
-        return self._recipe.stop_request.save_requested or self._has_request()
-
-    def _has_request(self) -> bool:
-        checkpointer = self.checkpointer
-        if checkpointer is None or not checkpointer.is_rank0 or self._answers_request:
-            return False
-        return save_request.is_waiting(checkpointer.run.root)
+        is_signaled: bool = self._recipe.stop_request.save_requested
+        return is_signaled or (not self._answers_request and _has_request(self.checkpointer))
 
     def _answer_request(self, checkpoint: str, error: str = "") -> None:
         """Answer the requests that the save in progress was for with the name of its *checkpoint*, or an *error*."""
@@ -193,7 +188,7 @@ class Saves:
     def _answer_last_requests(self) -> None:
         """Answer requests after the last save of the run: its checkpoint has the state of now."""
         newest = self.last_save or self.resumed
-        self._answers_request = self._answers_request or self._has_request()
+        self._answers_request = self._answers_request or _has_request(self.checkpointer)
         if newest is None or self._scheduler.unsaved:
             self._answer_request("", "the run ended before it saved")
         else:
@@ -285,7 +280,7 @@ class Saves:
             self._scheduler.note_save(0.0)
             return
         self.wait()
-        self._answers_request = self._answers_request or self._has_request()
+        self._answers_request = self._answers_request or _has_request(self.checkpointer)
         try:
             report = self.save_now(self.checkpointer, losses, validated=validated, last=last)
         # A RecipeError: state that cannot be stored, which the run has had only since its start.
@@ -521,6 +516,13 @@ class Saves:
             self.checkpointer.exports.export_if_missing(self.resumed.path, last=True)
             self._make_final_exports(self.checkpointer)
             self._finish_uploads(self.checkpointer, request)
+
+
+def _has_request(checkpointer: Checkpointer | None) -> bool:
+    """Whether ``ckpt save`` waits for rank 0, and this is rank 0."""
+    if checkpointer is None or not checkpointer.is_rank0:
+        return False
+    return save_request.is_waiting(checkpointer.run.root)
 
 
 def signal_name(number: int | None) -> str:
