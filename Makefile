@@ -73,6 +73,9 @@ demo: $(STAMP)  ## train, kill, resume, export: about three minutes
 demo-vlm: $(STAMP)  ## train a small LLaVA to read digits, and ask its export: a few minutes
 	@$(BIN)/python tools/demo_vlm.py
 
+picture: demo  ## draw the loss of the demo's run for the README
+	@$(BIN)/ckpt plot runs/demo/killed -o docs/images/loss.svg
+
 test: $(STAMP)  ## the tests, offline, about ten minutes on two cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not further" $(WORKERS) $(PYTEST_ARGS)
 
