@@ -92,7 +92,7 @@ def load_model_config(
         if model_needs_code(config, auto_class):
             check_code(name, where, content, repository)
         elif repository.requests_code:
-            log.debug(
+            log.info(
                 "model.trust_remote_code has no effect: transformers includes this type of model"
             )
     return thinker_of(config)

@@ -257,7 +257,7 @@ profile.with_stack | true | PROFILED
 profile.memory | true | PROFILED
 profile.directory | traces | PROFILED
 logging.level | warning
-logging.log_every_seconds | 0
+logging.log_every_seconds | 600
 logging.log_every_steps | 2
 logging.peak_tflops | 0.5
 logging.sample_ids | true
@@ -455,7 +455,7 @@ def outcome(directory: Path, words: list[str], key: str = "") -> Any:
     if "dry-run" in words:
         measured = rf"about [\d.]+ \w+ per rank|process [\d.]+ \w+|[\d.]+ \w+ free|{directory}"
         return [re.sub(measured, "", output.getvalue())]
-    printed = re.findall(r"step \d+/|Saving", text) if "logging." in key else None
+    printed = re.findall(r"step +\d+/|done", text) if "logging." in key else None
     return code, left_in(directory), printed
 
 

@@ -101,7 +101,8 @@ def test_ddp_trains_such_a_model_as_one_process_does(
 ) -> None:
     recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % "dropping"))
     (expected,) = ranks.run(trained, 1, recipe, init=False)
-    for weights in ranks.run(trained, 2, recipe, "--distributed.strategy=ddp", init=False):
+    words = ("--distributed.strategy=ddp", "--logging.level=debug")
+    for weights in ranks.run(trained, 2, recipe, *words, init=False):
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
     assert "ddp looks for unused ones in each step" in capfd.readouterr().err

@@ -228,6 +228,8 @@ READ_BY = {
     ".memory.json": frozenset({"memory"}),
     GENERATION: frozenset({"generation"}),
     "hangs": frozenset({"hangs"}),
+    ".save-request": frozenset({"save_request"}),
+    ".save-answer.json": frozenset({"save_request"}),
     "timeline.jsonl": frozenset({"plot", "goodput", "timeline"}),
     ".timeline.json": frozenset({"plot", "goodput", "timeline"}),
     **dict.fromkeys(JSONL, LOGS),

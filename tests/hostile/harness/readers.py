@@ -20,7 +20,9 @@ from automodel_ckpt.checkpoint.parts.commit import point
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.remote import background
 from automodel_ckpt.checkpoint.remote.child_process import Status, only_one
+from automodel_ckpt.checkpoint.run import save_request
 from automodel_ckpt.checkpoint.run.generation import RunGeneration
+from automodel_ckpt.checkpoint.run.notes import read_note
 from automodel_ckpt.checkpoint.run.transfer_files import pending
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.transfer import UploadMemory
@@ -213,6 +215,14 @@ def _hangs(run: Path) -> int:
     return 0
 
 
+def _save_request(run: Path) -> int:
+    """What a start does with a request that was left, and ``ckpt save`` with the answer."""
+    save_request.remove_leftover(run)
+    save_request.is_waiting(run)
+    read_note(run, layout.SAVE_ANSWER)
+    return 0
+
+
 READERS: dict[str, Callable[[Path], int]] = {
     "resume": _resume,
     "resume_unverified": lambda run: _resume(run, verify="none"),
@@ -251,6 +261,7 @@ READERS: dict[str, Callable[[Path], int]] = {
     "goodput": lambda run: ckpt.main(["goodput", str(run)]),
     "timeline": _timeline,
     "hangs": _hangs,
+    "save_request": _save_request,
 }
 
 # Readers of what a checkpoint's files hold, beside those that read its manifest only.
@@ -278,6 +289,7 @@ NOTES = frozenset(
         "goodput",
         "timeline",
         "hangs",
+        "save_request",
     }
 )
 # It needs a Llama with a tokenizer.
