@@ -75,7 +75,7 @@ def test_a_known_template_is_replaced_by_its_digest_and_the_log_reports_it(
     path = tmp_path / "a.jsonl"
     case = BY_NAME["Qwen3-thinking"]
     path.write_text(json.dumps({"messages": case["talk"]}) + "\n")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         sample = messages(known, str(path))[0]
     assert "the training template for Qwen3, which replaces the tokenizer's" in caplog.text
     assert known.decode(sample["input_ids"]) == re.sub("[⟦⟧]", "", case["expected"])
