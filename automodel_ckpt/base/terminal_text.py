@@ -10,7 +10,7 @@ from typing import TextIO
 
 _COLUMNS = 80
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
-_LABEL = re.compile(r"(\d\d:\d\d:\d\d |\s*(?:what|where|value|hint|remedy):\s+|\s*)")
+_LABEL = re.compile(r"(\d\d:\d\d:\d\d |\s*(?:what|where|value|hint):\s+|\s*)")
 """What a line of a message begins with; its continuation lines are indented as far."""
 _COMMAND = re.compile(r"(\d\d:\d\d:\d\d )?(  to [^:]+|try it): ")
 """The beginning of a line that contains only a command: its time, and what the command is for."""

@@ -223,7 +223,7 @@ MIXTURE = "a mixture, unnoticed"
 
 
 def failed(what: str, outcomes: Sequence[Outcome]) -> list[str]:
-    """The ranks whose job failed, with their errors."""
+    """The ranks with a failed job, and their errors."""
     return [f"{what} on rank {r}: {o.error or 'died'}" for r, o in enumerate(outcomes) if not o.ok]
 
 

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="DIR", help="where the figures go")
     parser.add_argument("--dry-run", action="store_true", help="tiny models, on the CPU")
     parser.add_argument("--minutes", type=float, default=30.0, help="the most that it takes (30)")
-    only = "leave out measurements whose name does not contain this regular expression"
+    only = "leave out measurements with names that do not contain this regular expression"
     parser.add_argument("--only", metavar="PATTERN", default="", help=only)
     parser.add_argument("--list", action="store_true", help="list the parts")
     parser.add_argument("--report", action="store_true", help="compare the figures with the goals")

@@ -40,7 +40,7 @@ class Goal:
 
 
 def largest(parts: Parts, part: str, pattern: str, key: str) -> float | None:
-    """The largest figure of a part's measurements whose names begin with *pattern*; None if none was measured."""
+    """The largest figure of a part's measurements with names that begin with *pattern*. None if there is none."""
     found = []
     for name, figures in parts.get(part, {}).get("figures", {}).items():
         if re.match(pattern, name) and figures.get(key) is not None:

@@ -64,7 +64,7 @@ class Workplace:
         self.run([self.python, script, *arguments])
 
     def report(self, script: str, *arguments: str | Path, name: str = "report.json") -> Any:
-        """Run one of the scripts, whose last argument is the file of its report; return that."""
+        """Run one of the scripts with the file of its report as the last argument; return the report."""
         report = self.directory / name
         report.unlink(missing_ok=True)
         self.run_script(SCRIPTS / script, *arguments, report)
@@ -86,7 +86,7 @@ class Workplace:
             raise RuntimeError(f"ckpt {' '.join(map(str, arguments))} ended with code {code}")
 
     def train(self, recipe: str, directory: Path, *overrides: str, num_ranks: int) -> None:
-        """Train a recipe, whose text is written to *directory*, with this program."""
+        """Write a recipe's text to *directory*, and train it with this program."""
         directory.mkdir(exist_ok=True)
         path = directory / "recipe.yaml"
         path.write_text(recipe)

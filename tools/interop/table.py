@@ -18,7 +18,7 @@ _GPU_LIBRARIES = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
 class Program:
     """A program that writes or reads checkpoints.
 
-    *name* is its name in docs/clients.md, *packages* are the distributions whose versions the page shows, and
+    *name* is its name in docs/clients.md, *packages* are the distributions with the versions that the page shows, and
     *compared* is what it says. *variables* are added to the environment of its processes.
     """
 

@@ -29,7 +29,7 @@ def _numbers(text: str) -> list[float]:
 
 USAGE = f"""
 Combine the weights of several checkpoints, in any format that ckpt reads, into a checkpoint of weights. Arithmetic is
-in float32; each tensor keeps its dtype. Config and tokenizer are those of the first source. Names, shapes and
+in float32; each tensor keeps its dtype. Config and tokenizer are copied from the first source. Names, shapes and
 dtypes must agree.
 
 sources + SOURCE         | a checkpoint, a run directory (its newest checkpoint), or a directory or file of another

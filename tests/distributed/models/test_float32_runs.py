@@ -78,7 +78,7 @@ def check_casts(run: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 def mixture(directory: Path) -> None:
-    """A mixture in bfloat16 with its tokenizer, whose routers transformers keeps in float32."""
+    """A mixture in bfloat16 with its tokenizer. transformers keeps its routers in float32."""
     config = AutoConfig.for_model(
         "ernie4_5_moe",
         vocab_size=304,

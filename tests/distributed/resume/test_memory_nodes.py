@@ -322,7 +322,7 @@ def test_nodes_that_are_lost_absent_or_slow(tmp_path: Path) -> None:
 
 
 def opened_on_shared_storage(base: Path) -> bool:
-    """Open a run whose ranks are on two machines and see the same directory; return whether it is distributed."""
+    """Open a run with ranks on two machines that see the same directory; return whether it is distributed."""
     rank = dist.get_rank()
     options = CheckpointOptions(scratch_dir=str(base))
     with pytest.MonkeyPatch.context() as patch:

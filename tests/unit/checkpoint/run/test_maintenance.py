@@ -343,7 +343,7 @@ def test_prune_clears_what_a_killed_command_left(run: Path) -> None:
 
 @pytest.fixture
 def moved(tmp_path: Path) -> Path:
-    """A run of three checkpoints whose newest is on another disk, and whose second has a second name."""
+    """A run of three checkpoints: the newest is on another disk, and the second has a second name."""
     root, made = tmp_path / "run", tiny.recipe()
     for step in (10, 20, 30):
         tiny.save(root, made, step=step, losses={"val_loss": float(step)}, validated=True)

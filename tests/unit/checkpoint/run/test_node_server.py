@@ -181,7 +181,7 @@ def test_other_commands_are_refused(server: NodeServer, document: object) -> Non
 def test_a_process_that_fails_is_replaced_at_the_port_that_other_nodes_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after a command that was canceled: its answer would be taken for that of the next one."""
+    """Also after a command that was canceled: its answer would be taken for the next one's."""
 
     def cancel() -> None:
         raise SaveFailed("canceled", where="here", value="", hint="")

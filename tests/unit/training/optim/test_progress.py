@@ -92,7 +92,7 @@ def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
     line.close()
     screen = stream.getvalue()
     printed, above, last = screen.split("\n")
-    # On a screen of its own, the line about the step stays, and the live line goes.
+    # On a separate screen, the line about the step stays, and the live line goes.
     assert printed == "step 20/60  epoch 0  loss 2.5000  lr 1.00e-03  2,000 tok/s"
     assert above.endswith("\r\x1b[KSaving checkpoint to checkpoints/epoch_0_step_20")
     live, rest = last.split("\r\x1b[K")
