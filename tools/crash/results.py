@@ -55,7 +55,7 @@ def _plain_state(value: Any) -> Any:
 
 
 def _flat(states: dict[str, Any]) -> dict[str, Any]:
-    """Entries by file and key; of a checkpoint with a validation that a signal cut off, without what that leaves open."""
+    """Entries by file and key. A checkpoint with an interrupted validation leaves out what that leaves open."""
     entries = {
         f"{file}: {key}": value for file, state in states.items() for key, value in state.items()
     }
