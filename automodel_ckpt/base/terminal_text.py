@@ -38,12 +38,16 @@ def for_terminal(text: str, stream: TextIO) -> str:
 
 def coloured(text: str, colour: str, stream: TextIO) -> str:
     """Return *text* in a color if *stream* is a terminal. FORCE_COLOR overrides this, and NO_COLOR overrides both."""
-    shows_colors = stream.isatty() and os.environ.get("TERM") != "dumb"
     is_forced = bool(os.environ.get("FORCE_COLOR"))
     is_forbidden = bool(os.environ.get("NO_COLOR"))
-    if is_forbidden or not (shows_colors or is_forced):
+    if is_forbidden or not (takes_escapes(stream) or is_forced):
         return text
     return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
+
+
+def takes_escapes(stream: TextIO) -> bool:
+    """Whether *stream* is a terminal that executes escape sequences."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def columns(stream: TextIO) -> int:

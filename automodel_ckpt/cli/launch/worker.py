@@ -104,10 +104,10 @@ def run_rank(
             stop.finished = True
         progress = getattr(getattr(recipe, "run_log", None), "progress", None)
         if isinstance(progress, Progress):
-            # The error begins on a new line.
+            # The error begins on a new line. The live line stays as the last sign of the run, unless it saved its step.
             record = replace(record, follows_log=True)
             with contextlib.suppress(Exception):
-                progress.break_off()
+                (progress.close if stop.finished else progress.break_off)()
         on_failure(record)
         text = failure_text(record, several_ranks=world_size() > 1)
         _run_with_time_limit(lambda: _log_failure(recipe, text))
