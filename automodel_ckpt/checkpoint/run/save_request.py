@@ -76,7 +76,7 @@ def request_save(run: Path, notify: Callable[[str], None]) -> Path:
     seen_at, limit = time.monotonic(), usual_watch_seconds(run)
     while True:
         now = read_holder(lock)
-        # A heartbeat counts as long as the run has an answer to give.
+        # Once the request is gone, only an answer counts, of which there may be none (see answer()).
         if now != holder and is_waiting(run):
             holder, seen_at = now, time.monotonic()
         # Before the answer is read, which a run writes before it ends.

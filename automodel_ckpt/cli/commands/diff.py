@@ -18,7 +18,7 @@ from automodel_ckpt.cli.common.checkpoint_tables import section
 from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate_one, sparse_copy
 from automodel_ckpt.cli.common.terminal import (
-    coloured,
+    colored,
     fitted,
     print_document,
     print_error,
@@ -192,9 +192,9 @@ def _document(a: Side, b: Side) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _lines(document: Mapping[str, Any]) -> Iterator[str]:
-    yield coloured(printable(f"{document['a']} -> {document['b']}"), "bold", sys.stdout)
+    yield colored(printable(f"{document['a']} -> {document['b']}"), "bold", sys.stdout)
     for path in document["foreign"]:
-        yield coloured(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
+        yield colored(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
     for part in _SECTIONS:
         lines = _change_lines(document[part])
         if part in document["not_compared"]:

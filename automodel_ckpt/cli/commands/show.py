@@ -27,7 +27,7 @@ from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate_one, reject_url, sparse_copy
 from automodel_ckpt.cli.common.terminal import (
     age_facts,
-    coloured,
+    colored,
     print_document,
     print_error,
     printable,
@@ -137,11 +137,11 @@ def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
     With *everything*, lists all tensors and files, the recipe and the environment.
     """
     is_external = document.get("foreign", False)
-    yield coloured(printable(document["path"]), "bold", sys.stdout)
+    yield colored(printable(document["path"]), "bold", sys.stdout)
     facts = [f"{key} {document[key]}" for key in ("step", "epoch") if document[key] is not None]
     kind = ""
     if is_external:
-        yield coloured(document["note"], "yellow", sys.stdout)
+        yield colored(document["note"], "yellow", sys.stdout)
         kind = f"{printable(document['kind'])}; "
     else:
         facts.append(counted(document["world_size"], "rank"))

@@ -14,7 +14,7 @@ from automodel_ckpt.cli.common.arguments import PATH
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate, remote_problems
 from automodel_ckpt.cli.common.terminal import (
-    coloured,
+    colored,
     print_document,
     printable,
     printable_lines,
@@ -92,11 +92,11 @@ def _report(
 
 def _verdict(problems: Sequence[Problem]) -> str:
     if not problems:
-        return coloured("ok", "green", sys.stdout)
+        return colored("ok", "green", sys.stdout)
     what = problems[0].what
     if what in _VERDICTS:
-        return coloured(_VERDICTS[what], "yellow", sys.stdout)
-    return coloured("damaged", "red", sys.stdout)
+        return colored(_VERDICTS[what], "yellow", sys.stdout)
+    return colored("damaged", "red", sys.stdout)
 
 
 def _verify_remote(arguments: argparse.Namespace) -> int:

@@ -351,7 +351,7 @@ def check_before_data(request: ModelRequest) -> None:
     if model is None:
         return
     check_attention(model, device)
-    # What it logs is logged again.
+    # build_trainable() does the same to the model itself, and logs it.
     with quiet(log.name):
         if config.peft is not None:
             from automodel_ckpt.models.layers.adapter_layers import find_layers

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional, Union
 from torch import Tensor
 
-class Colour(Enum):
+class Color(Enum):
     RED = "red"
     DEEP_BLUE = 2
 
@@ -60,8 +60,8 @@ def loss(logits, labels, scale: float = 1.0):
 def collate(samples, /, tokenizer):
     return [tokenizer, *samples]
 
-def paint(colour: Colour, times: int = 1):
-    return colour.name * times
+def paint(color: Color, times: int = 1):
+    return color.name * times
 
 def nameless(rows, /, size=1): ...
 
@@ -216,9 +216,9 @@ def test_what_a_trusted_package_only_imported_needs_trust_of_its_own(recipe: Pat
         checked(recipe, "--loss_fn._target_=trusted_pkg.things.os.system")
 
 
-@pytest.mark.parametrize("colour", ["DEEP_BLUE", "2"])
-def test_a_member_of_an_enumeration_is_given_by_name_or_value(recipe: Path, colour: str) -> None:
-    loaded = checked(recipe, f"--loss_fn={{_target_: trusted_pkg.things.paint, colour: {colour}}}")
+@pytest.mark.parametrize("color", ["DEEP_BLUE", "2"])
+def test_a_member_of_an_enumeration_is_given_by_name_or_value(recipe: Path, color: str) -> None:
+    loaded = checked(recipe, f"--loss_fn={{_target_: trusted_pkg.things.paint, color: {color}}}")
     assert build(loaded.config.loss_fn) == "DEEP_BLUE"
 
 
@@ -670,7 +670,7 @@ def test_the_built_in_recipe_needs_no_trust(recipe: Path) -> None:
 
 
 def test_a_partial_is_what_it_calls(recipe: Path) -> None:
-    loaded = checked(recipe, "--loss_fn={_target_: trusted_pkg.things.paint_twice, colour: red}")
+    loaded = checked(recipe, "--loss_fn={_target_: trusted_pkg.things.paint_twice, color: red}")
     assert build(loaded.config.loss_fn) == "REDRED"
     with pytest.raises(RecipeError, match="command is defined in posix"):
         checked(recipe, "--loss_fn._target_=trusted_pkg.things.command")
