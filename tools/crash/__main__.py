@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ def _power(text: str, subjects: tuple[Subject, ...]) -> Campaign:
     return Campaign(text, lambda options: [power.run(subjects, **_limits(options))], power.no_disk)
 
 
-def _signals(text: str, phases: Sequence[str]) -> Campaign:
+def _signals(text: str, phases: Mapping[str, float]) -> Campaign:
     def run(options: argparse.Namespace) -> Iterator[Record]:
         limits = {"seed": options.seed, "seconds": options.seconds}
         with tempfile.TemporaryDirectory() as directory:

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,26 @@ from tools.crash.record import Record
 from tools.crash.trainer import Mark, Trainer, kill_session
 from tools.support import step_lines
 
-TIMED = ("step", "accumulation", "validation", "data", "save", "export")
-PHASES = (*TIMED, "upload", "start", "twice")
-KILL = ("kill",)
-"""The phase of ``endurance``: the whole run."""
+PHASES = {
+    "step": 0.05,
+    "accumulation": 0.05,
+    "validation": 0.05,
+    "data": 0.05,
+    "save": 0.1,
+    "export": 0.1,
+    "upload": 0.2,
+    "start": 1.5,
+    "twice": 0.1,
+}
+"""Each phase, and the seconds after its beginning within which it gets its signal: about its length."""
+KILL = {"kill": 1.0}
+"""The phase of ``endurance``: the whole run, in lengths of an undisturbed one."""
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 TARGETS = ("launcher", "rank0", "rank1")
 HANGS = ("step", "validation", "save")
 STEPS, SAVE_EVERY, VALIDATE_EVERY = 36, 4, 3
 STARTED_SECONDS, ENDED_SECONDS, WAITING_SECONDS, AT_ONCE_SECONDS = 60.0, 40.0, 5.0, 5.0
 FIRST_TO_SECOND = 1.1
-LASTING = {"upload": "published", "export": "exported"}
-"""What goes on beside the training, and the mark that ends it."""
-
 BETWEEN = {
     "agree": "step",
     "finish": "step",
@@ -67,32 +74,34 @@ logging: {sample_ids: true}
 
 @dataclass(frozen=True)
 class Point:
-    """One start and its signal: *share* of the phase's usual length after its *occurrence*-th beginning."""
+    """One start and its signal: *seconds* after the *occurrence*-th beginning of the phase."""
 
     phase: str
     target: str
     number: signal.Signals
     occurrence: int = 1
-    share: float = 0.0
+    seconds: float = 0.0
     hang: str = ""
     """Where a start hangs that gets two signals, or waits for data until it gets one; empty: nowhere."""
 
     def __str__(self) -> str:
         place = f" hanging in {self.hang}" if self.hang else ""
-        return f"{self.phase}/{self.occurrence}+{self.share:.2f}/{self.target}/{self.number.name}{place}"
+        when = f"{self.phase}/{self.occurrence}+{self.seconds:.3f}"
+        return f"{when}/{self.target}/{self.number.name}{place}"
 
 
-def points(seed: int, met: Mapping[str, int], phases: Sequence[str]) -> Iterator[Point]:
+def points(seed: int, met: Mapping[str, int], phases: Mapping[str, float]) -> Iterator[Point]:
     """Points without end, each of the phase that signals have *met* least."""
     chance = random.Random(seed)
     while True:
-        phase = min(chance.sample(phases, len(phases)), key=lambda one: met.get(one, 0))
+        phase = min(chance.sample(list(phases), len(phases)), key=lambda one: met.get(one, 0))
         target, number = chance.choice(TARGETS), chance.choice(NUMBERS)
         if phase == "kill":
             target, number = "all", signal.SIGKILL
         blocked = phase == "data" and chance.random() < 0.5
         hang = "data" if blocked else chance.choice(HANGS) if phase == "twice" else ""
-        yield Point(phase, target, number, chance.choice((1, 1, 2)), chance.random(), hang)
+        seconds = chance.uniform(0, phases[phase])
+        yield Point(phase, target, number, chance.choice((1, 1, 2)), seconds, hang)
 
 
 class Chain:
@@ -127,6 +136,11 @@ class Chain:
         """The step of the newest checkpoint, 0 without one."""
         return next((name.step for name in inspect.checkpoints(self.root)), 0)
 
+    def differences(self, undisturbed: Chain) -> list[str]:
+        """What is not as in an undisturbed run, and what is wrong with the checkpoints."""
+        found = list(results.differences(undisturbed.root, self.root))
+        return found + inspect.damage(self.root) + inspect.wrong_pointers(self.root)
+
     def lock(self) -> bytes | None:
         """The content of the lock file, which names its owner."""
         path = self.root / layout.LOCK_FILE
@@ -146,45 +160,24 @@ def settings_of(point: Point, newest: int) -> dict[str, Any]:
     }
 
 
-def usual_seconds(marks: list[Mark], phase: str) -> float:
-    """The mean length of a phase in an undisturbed run."""
-    name, lengths = LASTING.get(phase), []
-    for at, begin in enumerate(marks):
-        ends = [mark.seconds for mark in marks[at + 1 :] if name in (None, mark.name)]
-        if begin.name == phase and ends:
-            lengths.append(ends[0] - begin.seconds)
-    return sum(lengths) / len(lengths) if lengths else 0.2
-
-
 class Campaign:
-    """Runs points along chains; *compares* their ends with an undisturbed run, whose phases it measures."""
+    """Runs points along chains; their ends are compared with the *undisturbed* run, if there is one."""
 
     def __init__(
-        self,
-        base: Path,
-        commands: CommandServer,
-        record: Record,
-        phases: Sequence[str],
-        *,
-        compares: bool,
+        self, base: Path, commands: CommandServer, record: Record, *, compares: bool
     ) -> None:
-        self.base, self.commands, self.record, self.phases = base, commands, record, phases
+        self.base, self.commands, self.record = base, commands, record
         self.number = 0
         self.chain: Chain | None = None
-        self.lengths: dict[str, float] = {"start": 1.5}
-        self.right = self._undisturbed() if compares else None
-
-    def _undisturbed(self) -> dict[str, Any]:
-        for is_async in ("true", "false") if "upload" in self.phases else ("false",):
-            chain = Chain(self.base, f"undisturbed-{is_async}", self.commands)
+        self.undisturbed: Chain | None = None
+        self.run_seconds = 0.0
+        if compares:
+            self.undisturbed = Chain(base, "undisturbed", commands)
             started = time.monotonic()
-            with chain.start(is_async=is_async, save_consolidated="every") as trainer:
+            with self.undisturbed.start() as trainer:
                 if not trainer.wait(180) or trainer.code != 0:
                     raise RuntimeError(f"an undisturbed run: {trainer.code}\n{trainer.log[-3000:]}")
-                self.lengths["kill"] = time.monotonic() - started
-                for phase in TIMED if is_async == "false" else ("upload",):
-                    self.lengths[phase] = usual_seconds(trainer.marks(0), phase)
-        return results.result_of(chain.root, STEPS)
+            self.run_seconds = time.monotonic() - started
 
     def run(self, point: Point | None) -> None:
         """One start and its signal; without a point to the end of the run."""
@@ -199,9 +192,9 @@ class Campaign:
             met, wrong = "unfinished", ["it does not end"]
             if trainer.wait(ENDED_SECONDS if point else 180):
                 met, wrong = judge(point, trainer, chain, before, sent, lock)
-        if trainer.code == 0 and self.right is not None:
+        if trainer.code == 0 and self.undisturbed is not None:
             met = "finished as if undisturbed" if point is None or met == "ended before" else met
-            wrong += results.differences(chain.root, self.right, STEPS)
+            wrong += chain.differences(self.undisturbed)
         log = trainer.log[-3000:] if wrong else ""
         place = {"point": str(point), "chain": chain.root.name, "start": chain.starts}
         self.record.add(met, wrong, **place, log=log)
@@ -211,15 +204,14 @@ class Campaign:
     def _signal(self, point: Point, trainer: Trainer) -> list[float]:
         """Wait for the instant and send; the instants, of both where there are two. Empty when there is none to get
         it."""
-        wait = point.share * self.lengths.get(point.phase, 0.1)
         if point.phase == "kill":
-            if trainer.wait(wait):
+            if trainer.wait(point.seconds * self.run_seconds):
                 return []
             kill_session(trainer.pid)
             return [time.monotonic()]
         if not _await(trainer, point):
             return []
-        time.sleep(wait)
+        time.sleep(point.seconds)
         try:
             sent = [trainer.send(point.target, point.number)]
             if point.phase == "twice":
@@ -353,7 +345,7 @@ def _at_once(point: Point, trainer: Trainer, chain: Chain, before: int, second: 
 
 def run(
     commands: CommandServer,
-    phases: Sequence[str] = PHASES,
+    phases: Mapping[str, float] = PHASES,
     *,
     points_wanted: int,
     seed: int,
@@ -366,7 +358,7 @@ def run(
     record = Record(name, {"points": points_wanted, "seed": seed, "seconds": seconds})
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="signals-", ignore_cleanup_errors=True) as base:
-        campaign = Campaign(Path(base), commands, record, phases, compares=compares)
+        campaign = Campaign(Path(base), commands, record, compares=compares)
         for point in points(seed, record.outcomes, phases):
             campaign.run(point)
             num_met = record.outcomes["killed"] if phases == KILL else record.points
