@@ -68,10 +68,10 @@ $(NEWEST)/.ready:
 install: $(STAMP)  ## ckpt-train and ckpt in .venv, with the tested versions: source .venv/bin/activate
 
 demo: $(STAMP)  ## train, kill, resume, export: about three minutes
-	@$(BIN)/python tools/demo.py
+	@$(BIN)/python -m tools.demo
 
 demo-vlm: $(STAMP)  ## train a small LLaVA to read digits, and ask its export: a few minutes
-	@$(BIN)/python tools/demo_vlm.py
+	@$(BIN)/python -m tools.demo_vlm
 
 picture: demo  ## draw the loss of the demo's run for the README
 	@$(BIN)/ckpt plot runs/demo/killed -o docs/images/loss.svg

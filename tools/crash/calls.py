@@ -20,7 +20,6 @@ from itertools import cycle, zip_longest
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.errors import SaveFailed
 from tools.crash import inspect, jobs
 from tools.crash.jobs import Run
 from tools.crash.pair import KILLED, THROUGH, Outcome, Pair
@@ -216,7 +215,7 @@ def judge_fault(sweep: Sweep, point: Point) -> tuple[str, list[str], object]:
         is_there = point.scenario.final in now
         if watcher.met is None:
             outcome, wrong = "not reached", failed("it fails", outcomes)
-        elif any(each.error is not None for each in outcomes):
+        elif any(each.kind for each in outcomes):
             outcome = "failed on both ranks"
             wrong = _wrong_failure(point, watcher.met, outcomes, sweep.root)
             wrong += [
@@ -239,11 +238,10 @@ def _wrong_failure(point: Point, call: Call, outcomes: list[Outcome], root: Path
     """Both ranks must say which rank met which error on which path."""
     wrong = []
     for rank, outcome in enumerate(outcomes):
-        error = outcome.error
-        if not isinstance(error, SaveFailed):
-            wrong.append(f"rank {rank} ended with {type(error).__name__}, no SaveFailed: {error}")
+        if outcome.kind != "SaveFailed":
+            wrong.append(f"rank {rank} ended with {outcome.kind}, no SaveFailed: {outcome.error}")
             continue
-        text = " | ".join(str(error).split("\n  "))
+        text = " | ".join(outcome.error.split("\n  "))
         said = {"rank": f"rank {point.ranks[-1]}", "errno": errno.errorcode[point.error]}
         for what, part in said.items():
             if part not in text:

@@ -2,8 +2,8 @@
 
 Each start of ``ckpt-train`` gets its signal at an instant drawn within one phase of its work, and has to end with 75 as
 the contract says (:func:`judge`). The next start goes on from there with another phase, until the run is done: then it
-has to be what a run without signals is. Some starts hang in one place; a second signal ends them immediately. The
-campaign ``endurance`` kills all processes of each start at any instant instead.
+has to be what a run without signals is. Some starts wait for data until they get their signal. The campaign
+``endurance`` kills all processes of each start at any instant instead.
 """
 
 from __future__ import annotations
@@ -34,17 +34,14 @@ PHASES = {
     "export": 0.1,
     "upload": 0.2,
     "start": 1.5,
-    "twice": 0.1,
 }
 """Each phase, and the seconds after its beginning within which it gets its signal: about its length."""
 KILL = {"kill": 1.0}
 """The phase of ``endurance``: the whole run, in lengths of an undisturbed one."""
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 TARGETS = ("launcher", "rank0", "rank1")
-HANGS = ("step", "validation", "save")
 STEPS, SAVE_EVERY, VALIDATE_EVERY = 36, 4, 3
-STARTED_SECONDS, ENDED_SECONDS, WAITING_SECONDS, AT_ONCE_SECONDS = 60.0, 40.0, 5.0, 5.0
-FIRST_TO_SECOND = 1.1
+STARTED_SECONDS, ENDED_SECONDS, WAITING_SECONDS = 60.0, 40.0, 5.0
 BETWEEN = {
     "agree": "step",
     "finish": "step",
@@ -54,7 +51,7 @@ BETWEEN = {
     "batch": "validation",
     "hang": "data",
 }
-"""Marks that begin no phase, and what they belong to; with one signal, only waits for data hang."""
+"""Marks that begin no phase, and what they belong to; only waits for data hang."""
 
 RECIPE = """
 recipe: tools.crash.signal_parts.Marked
@@ -81,11 +78,11 @@ class Point:
     number: signal.Signals
     occurrence: int = 1
     seconds: float = 0.0
-    hang: str = ""
-    """Where a start hangs that gets two signals, or waits for data until it gets one; empty: nowhere."""
+    hangs: bool = False
+    """Whether the start waits for data until it gets its signal."""
 
     def __str__(self) -> str:
-        place = f" hanging in {self.hang}" if self.hang else ""
+        place = " hanging in data" if self.hangs else ""
         when = f"{self.phase}/{self.occurrence}+{self.seconds:.3f}"
         return f"{when}/{self.target}/{self.number.name}{place}"
 
@@ -98,10 +95,9 @@ def points(seed: int, met: Mapping[str, int], phases: Mapping[str, float]) -> It
         target, number = chance.choice(TARGETS), chance.choice(NUMBERS)
         if phase == "kill":
             target, number = "all", signal.SIGKILL
-        blocked = phase == "data" and chance.random() < 0.5
-        hang = "data" if blocked else chance.choice(HANGS) if phase == "twice" else ""
+        hangs = phase == "data" and chance.random() < 0.5
         seconds = chance.uniform(0, phases[phase])
-        yield Point(phase, target, number, chance.choice((1, 1, 2)), seconds, hang)
+        yield Point(phase, target, number, chance.choice((1, 1, 2)), seconds, hangs)
 
 
 class Chain:
@@ -141,22 +137,17 @@ class Chain:
         found = list(results.differences(undisturbed.root, self.root))
         return found + inspect.damage(self.root) + inspect.wrong_pointers(self.root)
 
-    def lock(self) -> bytes | None:
-        """The content of the lock file, which names its owner."""
-        path = self.root / layout.LOCK_FILE
-        return path.read_bytes() if path.exists() else None
-
 
 def settings_of(point: Point, newest: int) -> dict[str, Any]:
     """How the start differs from the others: what the phase needs."""
-    rank = "0" if point.hang == "save" else point.target[-1] if point.target != "launcher" else "1"
+    rank = point.target[-1] if point.target != "launcher" else "1"
     second = point.occurrence == 2
     is_async = point.phase == "upload" or (point.phase in ("export", "kill") and second)
     exports = point.phase in ("export", "save", "kill")
     return {
         "is_async": str(is_async).lower(),
         "save_consolidated": "every" if exports else "false",
-        "hang": f"{point.hang} {newest + 1 + point.occurrence} {rank}" if point.hang else "",
+        "hang": f"data {newest + 1 + point.occurrence} {rank}" if point.hangs else "",
     }
 
 
@@ -184,14 +175,12 @@ class Campaign:
         if self.chain is None:
             self.number += 1
             self.chain = Chain(self.base, f"run-{self.number}", self.commands)
-        chain, sent = self.chain, list[float]()
-        before, lock = chain.newest(), chain.lock()
+        chain, before = self.chain, self.chain.newest()
         with chain.start(**settings_of(point, before) if point else {}) as trainer:
-            if point is not None:
-                sent = self._signal(point, trainer)
+            sent = self._signal(point, trainer) if point is not None else None
             met, wrong = "unfinished", ["it does not end"]
             if trainer.wait(ENDED_SECONDS if point else 180):
-                met, wrong = judge(point, trainer, chain, before, sent, lock)
+                met, wrong = judge(point, trainer, chain, before, sent)
         if trainer.code == 0 and self.undisturbed is not None:
             met = "finished as if undisturbed" if point is None or met == "ended before" else met
             wrong += chain.differences(self.undisturbed)
@@ -201,33 +190,28 @@ class Campaign:
         if trainer.code == 0 or wrong:
             self.chain = None
 
-    def _signal(self, point: Point, trainer: Trainer) -> list[float]:
-        """Wait for the instant and send; the instants, of both where there are two. Empty when there is none to get
-        it."""
+    def _signal(self, point: Point, trainer: Trainer) -> float | None:
+        """Wait for the instant, send, and return when; None if there was no process to get it."""
         if point.phase == "kill":
             if trainer.wait(point.seconds * self.run_seconds):
-                return []
+                return None
             kill_session(trainer.pid)
-            return [time.monotonic()]
+            return time.monotonic()
         if not _await(trainer, point):
-            return []
+            return None
         time.sleep(point.seconds)
         try:
-            sent = [trainer.send(point.target, point.number)]
-            if point.phase == "twice":
-                time.sleep(FIRST_TO_SECOND)
-                sent.append(trainer.send(point.target, point.number))
-            return sent
+            return trainer.send(point.target, point.number)
         except ProcessLookupError:
-            return []
+            return None
 
 
 def _await(trainer: Trainer, point: Point) -> bool:
     """Whether the phase begins as often as the point says before the command ends."""
-    name = "hang" if point.hang else point.phase
+    name = "hang" if point.hangs else point.phase
     rank = int(point.target[-1]) if point.target != "launcher" else 0
-    ranks = (0, 1) if point.hang or name == "export" else (rank,)
-    times = 1 if point.hang else point.occurrence
+    ranks = (0, 1) if name in ("hang", "export") else (rank,)
+    times = 1 if point.hangs else point.occurrence
     end = time.monotonic() + STARTED_SECONDS
     while time.monotonic() < end:
         begun = max(sum(mark.name == name for mark in trainer.marks(rank)) for rank in ranks)
@@ -239,39 +223,26 @@ def _await(trainer: Trainer, point: Point) -> bool:
 
 
 def judge(
-    point: Point | None,
-    trainer: Trainer,
-    chain: Chain,
-    before: int,
-    sent: list[float],
-    lock: bytes | None,
+    point: Point | None, trainer: Trainer, chain: Chain, before: int, sent: float | None
 ) -> tuple[str, list[str]]:
-    """What the start came to, and which promises it broke.
-
-    *before* is the newest checkpoint's step before the start, *lock* the lock file: that of a start that two signals
-    ended immediately stays, also if the next one stops before it takes the directory.
-    """
+    """What the start came to, and which promises it broke; *before* is the newest checkpoint's step before it."""
     wrong = [f"process {pid} is left" for pid in trainer.orphans()]
     wrong += inspect.damage(chain.root)
-    if sent and point is not None and point.phase == "kill":
+    if sent is not None and point is not None and point.phase == "kill":
         return "killed", wrong
     wrong += [f"left over: {path.name}" for path in (trainer.directory / "tmp").iterdir()]
-    if not sent or point is None:
+    if sent is None or point is None:
         if trainer.code != 0:
             wrong.append(f"exit code {trainer.code}")
         return "ended before", wrong
-    if point.phase == "twice" and trainer.code != 75:
-        return "twice", wrong + _at_once(point, trainer, chain, before, sent[1])
-    is_of_start_before = lock is not None and chain.lock() == lock
-    for text in inspect.leftovers(chain.root, running=is_of_start_before):
-        if not text.endswith(".jsonl"):
-            wrong.append(text)
+    leftovers = inspect.leftovers(chain.root, running=False)
+    wrong += [text for text in leftovers if not text.endswith(".jsonl")]
     if trainer.code == 0 and chain.newest() == STEPS:
         return "after the last step", wrong
     marks = [trainer.marks(rank) for rank in (0, 1)]
     target_rank = 1 if point.target == "rank1" else 0
-    met = phase_at(marks[target_rank], marks[0], sent[0])
-    return met, wrong + stopped_wrongly(met, trainer, chain, before, marks, sent[0])
+    met = phase_at(marks[target_rank], marks[0], sent)
+    return met, wrong + stopped_wrongly(met, trainer, chain, before, marks, sent)
 
 
 def phase_at(marks: list[Mark], leader: list[Mark], instant: float) -> str:
@@ -325,21 +296,6 @@ def _wrong_saves(chain: Chain, step: int, before: int, leader: list[Mark]) -> li
         exported = (chain.root / str(name) / "model" / layout.CONSOLIDATED).exists()
         if exported and step > before and step % SAVE_EVERY:
             wrong.append("the signal made an export")
-    return wrong
-
-
-def _at_once(point: Point, trainer: Trainer, chain: Chain, before: int, second: float) -> list[str]:
-    """What is wrong with a run that a second signal ended."""
-    wrong, code = [], 128 + point.number
-    if trainer.code != code:
-        wrong.append(f"exit code {trainer.code}, not {code}")
-    seconds = time.monotonic() - second
-    if seconds > AT_ONCE_SECONDS:
-        wrong.append(f"it ended {seconds:.1f} s after the second signal")
-    saved = [mark.step for mark in trainer.marks(0) if mark.name in ("saved", "published")]
-    last = max([before, *saved])
-    if chain.newest() != last:
-        wrong.append(f"the newest checkpoint is {chain.newest()}, not {last}")
     return wrong
 
 
