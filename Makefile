@@ -133,7 +133,7 @@ gpu-dry-run: $(STAMP)  ## the same code with tiny models on the CPU: a minute
 	@PYTHON=$(BIN)/python bash tools/gpu/run.sh --dry-run $(PART) $(GPU_ARGS)
 
 gpu-wheels: $(STAMP)  ## download what the reference machine lacks into .gpu-wheels
-	@$(BIN)/python -m tools.gpu.wheels
+	@PYTHON=$(BIN)/python bash tools/gpu/wheels.sh
 
 $(TORCHAO)/.ready: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --target $(TORCHAO) --no-deps "torchao>=0.18"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tools.crash.trainer import kill_session
 from tools.support import ROOT, program, step_lines
 
 RUNS = ROOT / os.environ.get("DEMO_DIRECTORY", "runs/demo")
@@ -120,8 +120,7 @@ def train_and_kill() -> float:
                 sys.exit("demo failed: the run ended before it was killed")
             time.sleep(0.02)
     finally:
-        kill_session(process.pid)
-        process.wait()
+        kill_group(process)
     killed_at = time.time()
     print(f"\n$ kill -KILL -- -{process.pid}      # the launcher and both ranks")
     last = max(steps_of(KILLED))
@@ -129,6 +128,18 @@ def train_and_kill() -> float:
     saved = saved_steps(KILLED)
     check(saved == [CKPT_EVERY_STEPS], f"the only complete checkpoint is of step {saved[0]}")
     return killed_at
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGKILL to a run's launcher and all its ranks. Return when none is left."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        while True:
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
+    except ProcessLookupError:
+        process.wait()
 
 
 def resume_and_compare(killed_at: float) -> None:

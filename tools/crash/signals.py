@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
+from tests.support.runs.marked_trainer import Mark, Trainer, kill_session
 from tests.support.servers.command_server import CommandServer
 from tools.crash import inspect, results
 from tools.crash.record import Record
-from tools.crash.trainer import Mark, Trainer, kill_session
 from tools.support import step_lines
 
 PHASES = {
@@ -54,14 +54,14 @@ BETWEEN = {
 """Marks that begin no phase, and what they belong to; only waits for data hang."""
 
 RECIPE = """
-recipe: tools.crash.signal_parts.Marked
+recipe: tests.support.runs.marked_recipe.Marked
 seed: 5
 model:
   from_config: {model_type: llama, vocab_size: 128, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
     num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 32, attention_dropout: 0.1}
 distributed: {backend: gloo}
-dataset: {_target_: tools.crash.marks.Samples}
-validation_dataset: {_target_: tools.crash.marks.Samples, trains: false}
+dataset: {_target_: tests.support.runs.marks.Samples}
+validation_dataset: {_target_: tests.support.runs.marks.Samples, trains: false}
 optimizer: {lr: 1e-2}
 lr_scheduler: {name: cosine}
 step_scheduler: {global_batch_size: 8, local_batch_size: 2, num_epochs: 100, ckpt_every_epochs: null}
@@ -122,7 +122,7 @@ class Chain:
             "step_scheduler.val_every_steps": VALIDATE_EVERY,
         } | settings.get("keys", {})
         restarts = f"--max-restarts={settings.get('max_restarts', 0)}"
-        words = ["--nproc-per-node=2", "--trust=tools", restarts, str(self.recipe)]
+        words = ["--nproc-per-node=2", "--trust=tests", restarts, str(self.recipe)]
         words += [f"--{key}={value}" for key, value in keys.items()]
         hang = {"CRASH_HANG": settings["hang"]} if settings.get("hang") else {}
         directory = self.base / f"{self.root.name}-start-{self.starts}"

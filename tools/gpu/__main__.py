@@ -23,7 +23,7 @@ from typing import Any
 
 from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 from tools.gpu import goals, machine
-from tools.gpu.session import Figures, PartRun, Session, StopRequested, raise_on_signals
+from tools.gpu.session import Figures, PartRun, Session, exit_on_signals
 from tools.support import ROOT, parser_of
 
 PART_SECONDS = 480.0
@@ -38,7 +38,6 @@ PARTS: dict[str, float] = {
     "head": 60,
     "full": 270,
     "saves": 240,
-    "numerics": 120,
     "vlm": 90,
 }
 """All parts in the order of `make gpu`, so that those with the same base follow each other, and about how many seconds
@@ -62,12 +61,8 @@ def main() -> int:
         re.compile(given.only)
     except re.error as error:
         parser.error(f"--only {given.only}: no regular expression: {error}")
-    raise_on_signals()
-    try:
-        return run_parts(given.parts or list(PARTS), out, given)
-    except StopRequested as stop:
-        print(f"stopped by {stop}; the figures so far are in {out}")
-        return 128 + stop.number
+    exit_on_signals()
+    return run_parts(given.parts or list(PARTS), out, given)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,8 +113,8 @@ def run_part(name: str, session: Session, seconds: float) -> int:
     part = PartRun(session, name, seconds)
     try:
         module.run(part)
-    except StopRequested as stop:
-        part.write(f"stopped by {stop}")
+    except SystemExit as stop:
+        part.write(f"stopped, code {stop.code}")
         raise
     part.write("done")
     return len(part.failed)

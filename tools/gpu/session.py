@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import math
 import os
 import re
 import shutil
@@ -22,7 +21,6 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 Figures = Iterator[tuple[str, Mapping[str, Any]]]
@@ -39,14 +37,6 @@ _STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 RUNNING = "running"
 """The value of ``ended`` in the file of a part that has not ended, or whose process was killed."""
 _END = "end"
-
-
-class StopRequested(BaseException):
-    """A signal asked this process to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 @dataclass(frozen=True)
@@ -105,7 +95,7 @@ class PartRun:
         content = {**self._content, "figures": self.figures, "failed": self.failed}
         path = self.session.out / f"{self.name}.json"
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps(finite(content), indent=1) + "\n")
+        partial.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(partial, path)
 
     def add(self, name: str, figures: Mapping[str, Any]) -> None:
@@ -245,7 +235,7 @@ def _be_child(
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         for name, figures in measurement(*arguments):
-            writer.send((name, finite(dict(figures))))
+            writer.send((name, dict(figures)))
     except BaseException as raised:
         traceback.print_exc()
         error = f"{type(raised).__name__}: {str(raised)[:500]}"
@@ -257,25 +247,10 @@ def _be_child(
         os._exit(0)
 
 
-def raise_on_signals() -> None:
-    """Raise :class:`StopRequested` in this process for SIGTERM, SIGHUP and SIGINT, so that cleanup runs."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise StopRequested(number)
-
+def exit_on_signals() -> None:
+    """End this process with SystemExit for SIGTERM, SIGHUP and SIGINT, so that cleanup runs."""
     for number in _STOPS:
-        signal.signal(number, stop)
-
-
-def finite(value: Any) -> Any:
-    """Replace numbers that JSON does not have (NaN, infinities) by None, at any depth."""
-    if isinstance(value, dict):
-        return {name: finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def read_all(directory: Path) -> dict[str, dict[str, Any]]:

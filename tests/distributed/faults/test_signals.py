@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs.marked_trainer import Trainer
 from tests.support.servers.command_server import CommandServer
 from tools.crash import signals
-from tools.crash.trainer import Trainer
 
 STEPS = 8
 PATIENCE = 120

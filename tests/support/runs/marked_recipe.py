@@ -19,7 +19,7 @@ from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.values.records import Control, LossSum, Number
-from tools.crash.marks import MICRO_BATCH_SECONDS, hang, mark
+from tests.support.runs.marks import MICRO_BATCH_SECONDS, hang, mark
 
 
 class MarkedSaves(Saves):
