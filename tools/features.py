@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tools.support import ROOT, table
+
 PAGE = ROOT / "docs" / "features.md"
 
 TABLE = Path(__file__).with_suffix(".txt")
@@ -57,9 +58,8 @@ def features() -> tuple[list[Feature], list[Path]]:
         row.nodes += sum(1 for _ in ast.walk(ast.parse(path.read_text())))
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         if row := _row_of(rows, path):
-            row.tests += len(
-                re.findall(r"^\s*(?:async )?def test_", path.read_text(), re.MULTILINE)
-            )
+            found = re.findall(r"^\s*(?:async )?def test_", path.read_text(), re.MULTILINE)
+            row.tests += len(found)
     for path in sorted((ROOT / "docs").rglob("*.md")):
         name = str(path.relative_to(ROOT / "docs"))
         if row := next((row for row in rows if row.docs and row.docs.match(name)), None):
@@ -69,43 +69,35 @@ def features() -> tuple[list[Feature], list[Path]]:
 
 def _row_of(rows: list[Feature], path: Path) -> Feature | None:
     name = str(path.relative_to(ROOT))
-    name += " " + re.sub(
-        r"^tests/\w+/", "automodel_ckpt/", name
-    )  # tests have the packages' folders
+    # Tests have the packages' folders.
+    name += " " + re.sub(r"^tests/\w+/", "automodel_ckpt/", name)
     return next((row for row in rows if row.code.search(name)), None)
+
+
+HEAD = """<!-- Written by tools/features.py: python -m tools.make_reference -->
+
+# Features
+
+What each feature costs, and who asked for it. Nodes are syntax nodes of its modules. Tests are the test
+functions in files with a matching name. Words belong to the pages about the feature. A file counts once,
+for the first row of tools/features.txt that matches. A change that adds a feature adds a row. Figures are
+from the last run of the script.
+
+"""
 
 
 def page() -> str:
     """The text of docs/features.md, largest features first."""
-    lines = [
-        "<!-- Written by tools/features.py: python -m tools.make_reference -->",
-        "",
-        "# Features",
-        "",
-        "What each feature costs, and who asked for it. Nodes are syntax nodes of its modules. Tests are the test",
-        "functions in files with a matching name. Words belong to the pages about the feature. A file counts once,",
-        "for the first row of tools/features.txt that matches. A change that adds a feature adds a row. Figures are",
-        "from the last run of the script.",
-        "",
-        "| feature | files | nodes | tests | words of docs | who asked | folder |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for row in sorted(features()[0], key=lambda row: -row.nodes):
         folders = [
             str(path.parent.relative_to(ROOT)).removeprefix("automodel_ckpt/") for path in row.files
         ]
         folder = max(sorted(set(folders)), key=folders.count) if folders else "none"
-        cells = (
-            row.name,
-            len(row.files),
-            f"{row.nodes:,}",
-            row.tests,
-            f"{row.words:,}",
-            row.asked,
-            f"`{folder}/`",
-        )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        figures = (f"{row.nodes:,}", row.tests, f"{row.words:,}")
+        rows.append((row.name, len(row.files), *figures, row.asked, f"`{folder}/`"))
+    header = ("feature", "files", "nodes", "tests", "words of docs", "who asked", "folder")
+    return HEAD + table(header, rows) + "\n"
 
 
 if __name__ == "__main__":

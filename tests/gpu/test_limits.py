@@ -11,8 +11,9 @@ import pytest
 
 from automodel_ckpt.errors import DeviceMemoryError
 from tests.support.gpu import DEVICE, HAS_GPU, needs_gpu, only_gpu
+from tests.support.runs import plain
 from tests.support.servers.command_server import CommandServer
-from tools.gpu import ours, plain
+from tools.gpu import ours
 from tools.gpu.shapes import LLAMA_1B, Work, write_base
 from tools.support import log_lines
 

@@ -224,7 +224,8 @@ MIXTURE = "a mixture, unnoticed"
 
 def failed(what: str, outcomes: Sequence[Outcome]) -> list[str]:
     """The ranks with a failed job, and their errors."""
-    return [f"{what} on rank {r}: {o.error or 'died'}" for r, o in enumerate(outcomes) if not o.ok]
+    numbered = enumerate(outcomes)
+    return [f"{what} on rank {n}: {o.traceback or 'died'}" for n, o in numbered if not o.ok]
 
 
 def found(outcomes: Sequence[Outcome]) -> tuple[str, Loaded | None]:

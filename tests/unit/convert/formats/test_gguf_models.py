@@ -17,7 +17,7 @@ from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 from automodel_ckpt.convert.formats.gguf.tokenizer import convert_tokenizer
 from automodel_ckpt.convert.targets.flow import export_to
 from automodel_ckpt.errors import CheckpointUnusable
-from tools.interop.gguf_models import MODELS, TinyModel, byte_level, sentencepiece_like
+from tests.support.models.gguf_models import MODELS, TinyModel, byte_level, sentencepiece_like
 
 Capture = pytest.CaptureFixture[str]
 BY_NAME = {model.name: model for model in MODELS}

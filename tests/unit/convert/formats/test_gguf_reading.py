@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.cli.ckpt import main
 from tests.support.external_tensors import error_of, values
+from tests.support.models.gguf_models import MODELS, TinyModel
 from tests.support.models.llamas import LLAMA_3_ROPE
-from tools.interop.gguf_models import MODELS, TinyModel
 
 Capture = pytest.CaptureFixture[str]
 BY_NAME = {model.name: model for model in MODELS}
