@@ -361,7 +361,7 @@ def test_a_saved_recipe_means_the_same_to_every_reader_of_yaml(tmp_path: Path) -
 PLAIN = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
 @given(
     text=PLAIN,
     rate=st.floats(0, 1e6),

@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.run.transfer_files import link, pending, unlink
+from automodel_ckpt.checkpoint.run.transfer_files import pending
 from automodel_ckpt.checkpoint.store import gone_back, transfer
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle, UploadMemory
@@ -283,30 +283,6 @@ def test_the_end_of_a_run_waits_for_a_store_that_is_required(
     checkpointer.close()
     thread.join(1)
     assert RemoteRun(Store(url)).pointed("LATEST") == FIRST
-
-
-def test_the_end_of_a_run_names_what_is_missing_in_the_store(
-    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_idle_processes(monkeypatch, 0)
-    root = tmp_path / "run"
-    shutil.copytree(local, root)
-    url = f"file://{tmp_path}/store"
-    uploads = background.Uploads(root, RemoteStorage(url=url), "val_loss", "min")
-    uploads.process.start()
-    uploads.note_published(SECOND)
-    link(root, background.LINK, FIRST)
-    (root / background.STATUS).write_text(json.dumps({"error": "it failed"}))
-    for missing in (f"{SECOND}, {FIRST}", FIRST):
-        with pytest.raises(SaveFailed, match="exports are not in the store") as failure:
-            uploads.finish()
-        assert f"{missing}; it failed" in str(failure.value)
-        assert f"`ckpt push {root / missing.split(',')[0]} {url}`" in str(failure.value)
-        unlink(root, background.LINK, SECOND)
-    # A process of an earlier start may have removed the link.
-    unlink(root, background.LINK, FIRST)
-    with pytest.raises(SaveFailed, match=SECOND):
-        uploads.finish()
 
 
 def test_a_stop_by_signal_waits_for_the_upload(

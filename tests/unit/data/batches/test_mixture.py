@@ -74,7 +74,7 @@ def test_a_longer_epoch_repeats_sources_and_no_weights_use_each_once() -> None:
     assert sorted(ids) == list(range(88))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.further)])
 def test_a_resume_on_another_number_of_ranks_continues_the_same_batches(num_workers: int) -> None:
     first, second = ids_of_epochs(loader(mixture(sources(), WEIGHTS)), 2)
     whole = first + second
