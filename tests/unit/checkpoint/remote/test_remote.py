@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from werkzeug.wrappers import Request, Response
 
-from automodel_ckpt.base.store_url import check_library, check_options, check_url
+from automodel_ckpt.base.store_url import check_library, check_url
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
@@ -126,9 +126,7 @@ def test_a_store_that_dies_at_any_request_has_no_incomplete_checkpoint(
 
     everything(URL)
     num_requests = len(s3.requests)
-    points = range(4, num_requests, num_requests // 2)
-    if os.environ.get("REMOTE_POINTS"):
-        points = range(num_requests)
+    points = range(num_requests) if os.environ.get("REMOTE_POINTS") else [num_requests // 2]
     assert num_requests > 40
     for point in points:
         url = f"s3://bucket/runs/{point}"
@@ -453,19 +451,6 @@ def test_urls_that_cannot_be_used_are_errors_without_their_secrets(url: str, wha
         check_library(check_url(url, "checkpoint.remote.url"), "checkpoint.remote.url")
     assert "secret-word" not in str(failure.value)
     assert "checkpoint.remote.url" in str(failure.value)
-
-
-def test_secrets_among_the_options_are_errors_that_do_not_show_them() -> None:
-    options = {"endpoint_url": "http://localhost", "anon": True, "region_name": "eu-central-1"}
-    check_options({**options, "profile": "mine", "project": "a-b"}, "checkpoint.remote.options")
-    for url in ("http://user:word@localhost", "user:word@localhost"):
-        with pytest.raises(RecipeError, match="a secret must not be in a recipe"):
-            check_options({"endpoint_url": url}, "checkpoint.remote.options")
-    with pytest.raises(RecipeError, match="a secret must not be in a recipe") as failure:
-        check_options({"secret": "word"}, "checkpoint.remote.options")
-    assert "word" not in str(failure.value)
-    with pytest.raises(RecipeError, match="unknown option"):
-        check_options({"loop": 1}, "checkpoint.remote.options")
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
