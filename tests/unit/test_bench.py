@@ -12,6 +12,7 @@ from tools.support import ROOT
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_saving_loading_and_consolidating_are_compared_with_system_calls(
     tmp_path: Path, commands: CommandServer
 ) -> None:
