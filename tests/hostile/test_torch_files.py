@@ -75,7 +75,7 @@ class Place:
     file: str
     options: tuple[str, ...] = ()
     codes: tuple[int, ...] = (3,)
-    every: int = 8
+    every: int = 12
     """One in so many hostile files is tried; HOSTILE=all (make hostile) tries all."""
 
     @property
@@ -85,19 +85,19 @@ class Place:
 
 PLACES = (
     Place("", "m.pt", every=4),
-    Place("", "pytorch_model.bin", every=4),
+    Place("", "pytorch_model.bin"),
     Place("deepspeed/stage2-float32", "global_step3/mp_rank_00_model_states.pt"),
     Place("deepspeed/stage2-float32", "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     # Weights do not depend on meta.pt: the directory is then one of PyTorch DCP.
     Place("lightning/distributed", "meta.pt", codes=(0,)),
     Place("lightning/distributed", "__1_0.distcp"),
     Place("lightning/distributed", ".metadata"),
-    Place("megatron/llama", "iter_0000020/common.pt", every=10),
+    Place("megatron/llama", "iter_0000020/common.pt"),
     Place("trainer/checkpoint-5", "optimizer.pt", STATE),
     # Of the schedule and the counters only plain values are used, and of the arguments the number of samples.
     Place("trainer/checkpoint-5", "scheduler.pt", STATE, (0, 3)),
     Place("trainer/checkpoint-5", "training_args.bin", STATE, (0, 3)),
-    Place("automodel/run/epoch_0_step_4", "step_scheduler.pt", STATE, (0, 3), every=12),
+    Place("automodel/run/epoch_0_step_4", "step_scheduler.pt", STATE, (0, 3)),
 )
 
 
