@@ -42,32 +42,37 @@ def modules() -> Iterator[Path]:
                 yield path
 
 
-def features() -> tuple[list[Feature], list[Path]]:
-    """The rows with their figures, and the modules that belong to none."""
-    rows, others = [], []
+def rows() -> list[Feature]:
+    """The rows of the table, without figures."""
+    found = []
     for line in TABLE.read_text().splitlines()[1:]:
         name, asked, patterns = line.split("|", 2)
         code, _, docs = patterns.partition(";")
-        rows.append(Feature(name, asked, re.compile(code), re.compile(docs) if docs else None))
+        found.append(Feature(name, asked, re.compile(code), re.compile(docs) if docs else None))
+    return found
+
+
+def features() -> list[Feature]:
+    """The rows with their figures."""
+    found = rows()
     for path in modules():
-        row = _row_of(rows, path)
-        if row is None:
-            others.append(path)
-            continue
-        row.files.append(path)
-        row.nodes += sum(1 for _ in ast.walk(ast.parse(path.read_text())))
+        if row := row_of(found, path):
+            row.files.append(path)
+            row.nodes += sum(1 for _ in ast.walk(ast.parse(path.read_text())))
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if row := _row_of(rows, path):
-            found = re.findall(r"^\s*(?:async )?def test_", path.read_text(), re.MULTILINE)
-            row.tests += len(found)
+        if row := row_of(found, path):
+            row.tests += len(
+                re.findall(r"^\s*(?:async )?def test_", path.read_text(), re.MULTILINE)
+            )
     for path in sorted((ROOT / "docs").rglob("*.md")):
         name = str(path.relative_to(ROOT / "docs"))
-        if row := next((row for row in rows if row.docs and row.docs.match(name)), None):
+        if row := next((row for row in found if row.docs and row.docs.match(name)), None):
             row.words += len(path.read_text().split())
-    return rows, others
+    return found
 
 
-def _row_of(rows: list[Feature], path: Path) -> Feature | None:
+def row_of(rows: list[Feature], path: Path) -> Feature | None:
+    """The first row with a pattern that the path of a module or a test matches."""
     name = str(path.relative_to(ROOT))
     # Tests have the packages' folders.
     name += " " + re.sub(r"^tests/\w+/", "automodel_ckpt/", name)
@@ -89,7 +94,7 @@ from the last run of the script.
 def page() -> str:
     """The text of docs/features.md, largest features first."""
     rows = []
-    for row in sorted(features()[0], key=lambda row: -row.nodes):
+    for row in sorted(features(), key=lambda row: -row.nodes):
         folders = [
             str(path.parent.relative_to(ROOT)).removeprefix("automodel_ckpt/") for path in row.files
         ]
@@ -102,7 +107,7 @@ def page() -> str:
 
 if __name__ == "__main__":
     if "--files" in sys.argv:
-        for each in features()[0]:
+        for each in features():
             print(each.name, *(str(path.relative_to(ROOT)) for path in each.files), sep="\n    ")
     else:
         PAGE.write_text(page())

@@ -45,7 +45,7 @@ def trained(*overrides: str, name: str = "lookahead", dies_after: int = 0) -> di
     return training.train(EXAMPLE / f"{name}.yaml", *overrides, dies_after=dies_after, trust=trust)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.further), 2])
 def test_a_killed_run_goes_on_exactly_with_the_attribute_that_the_user_added(
     num_ranks: int, tmp_path: Path
 ) -> None:
@@ -124,7 +124,7 @@ def test_the_examples_are_short() -> None:
     assert len((EXAMPLE / "rpo.py").read_text().splitlines()) <= 38
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.further)])
 def test_a_changed_loss_of_dpo_counts_pairs_and_starts_from_its_reference(
     num_ranks: int, tmp_path: Path
 ) -> None:
