@@ -264,10 +264,6 @@ MISTAKES = {
     "a model of permutations": Mistake(
         ("--model.from_config={model_type: xlnet}",), r"is an encoder[\s\S]*attn_type: uni"
     ),
-    "an optimizer for sparse gradients": Mistake(
-        ("--optimizer={_target_: torch.optim.SparseAdam}",),
-        r"sparse gradients only[\s\S]*AdamW",
-    ),
     "an optimizer that computes its rates, and a schedule": Mistake(
         ("--optimizer={_target_: transformers.Adafactor}",),
         r"sets its own learning rates[\s\S]*relative_step",

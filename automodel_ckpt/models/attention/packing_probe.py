@@ -107,33 +107,6 @@ def keeps_samples_apart(
         return Answer.of_error(error)
 
 
-def padding_changes_outputs(
-    model: nn.Module, options: Mapping[str, Any], device: torch.device | None = None
-) -> bool:
-    """Whether padding behind a sample changes the outputs of its tokens, although the attention mask excludes it.
-
-    Runs *model* with *options* on a few tokens, without side effects. The default *device* is the model's.
-    Returns False when the forward pass fails, or returns no logits for each token.
-    """
-    padding = [0] * len(_FIRST)
-    rows = [_SECOND + padding, [_OTHER[0], *_SECOND[1:], *padding]]
-    mask = [1] * len(_SECOND) + [0] * len(padding)
-    try:
-        with side_effect_free(model):
-            device = device or next(model.parameters()).device
-            tokens = torch.tensor(rows, device=device)
-            masks = torch.tensor([mask, mask], device=device)
-            length = len(_SECOND)
-            padded = logits_of(model(input_ids=tokens, attention_mask=masks, **options))
-            alone = logits_of(model(input_ids=tokens[:, :length], **options))
-            alone, padded = alone.float(), padded[:, :length].float()
-            # The effect of another first token is the scale: rounding is far below it in every dtype.
-            return _distance(padded, alone) > 0.1 * _distance(alone[0], alone[1])
-    except Exception:
-        log.debug("could not probe the model for padding", exc_info=True)
-        return False
-
-
 def _mask_length(model: nn.Module) -> int | None:
     """The length of a causal mask [1, 1, T, T] that a layer keeps as a buffer, as in GPT-Neo; None without one."""
     for buffer in model.buffers():

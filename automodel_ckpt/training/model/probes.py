@@ -15,10 +15,7 @@ from torch import nn
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.attention.packing_probe import (
-    padding_changes_outputs,
-    probe_rows,
-)
+from automodel_ckpt.models.attention.packing_probe import probe_rows
 from automodel_ckpt.models.config_checks import context_length
 from automodel_ckpt.models.inspect.forward import (
     class_and_message,
@@ -77,8 +74,6 @@ def probe(
     if layout.sizes.tp > 1:
         _check_plan(probed)
     rows = _shared_rows(probed)
-    if request.shares_rows and rows is None:
-        _warn_of_padding(probed)
     head = None
     if config.loss_fn is None and request.predicts_tokens and layout.is_last_stage:
         # Otherwise the loss is computed from full logits.
@@ -144,20 +139,6 @@ def _shared_rows(probed: ProbedModel) -> Rows | None:
     return choose_row_layout(probed) if request.shares_rows else None
 
 
-def _warn_of_padding(probed: ProbedModel) -> None:
-    """Log a warning if the losses of samples depend on their padding (CPM-Ant, ProphetNet). A collective."""
-    layout, size = probed.layout, probed.request.config.step_scheduler.local_batch_size
-    if size == 1 or layout.in_stages or probed.row_multiple > 1:
-        return
-    with probed.compute():
-        is_changed = padding_changes_outputs(probed.from_tokens, probed.options, layout.device)
-    if is_changed:
-        log.warning(
-            "the padding of a row changes what this model computes for its tokens, so losses depend on which samples"
-            " share a micro-batch; step_scheduler.local_batch_size: 1 avoids padding"
-        )
-
-
 def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
     """Let rows have few widths, as ``compile.row_widths`` asks."""
     section = request.config.compile
@@ -182,13 +163,7 @@ def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
         rows = replace(rows, unpadded_length=unpadded_length)
     from automodel_ckpt.data.batches.packing import RowWidths, WidenedRows
 
-    widths = RowWidths(longest, count, multiple)
-    log.debug(
-        "rows are padded to one of %d widths up to %d tokens (compile.row_widths)",
-        len(widths.widths),
-        widths.widths[-1],
-    )
-    return WidenedRows(rows, widths, unpadded_length)
+    return WidenedRows(rows, RowWidths(longest, count, multiple), unpadded_length)
 
 
 def _longest_row(request: ModelRequest) -> int | None:
@@ -232,13 +207,6 @@ def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSet
                 value=scope,
                 hint="set output_router_logits: true in the model's config, or remove the key",
             )
-        unused = router_settings(model, is_requested=False)
-        if unused is not None and request.is_trained and scope:
-            log.debug(
-                "no load balancing loss of the router (coefficient %g): output_router_logits is false in the model's "
-                "config; model.config_overrides can set it",
-                unused.coefficient,
-            )
         return None
     if not scope or not request.is_trained:
         return None
@@ -269,11 +237,6 @@ def build_router_loss(
         counts_here=layout.reports_loss,
     )
     check_router_loss(model, router_loss.of_logits, options, request.row_multiple, layout.device)
-    log.debug(
-        "the router's load balancing loss is added with the coefficient %g, over each %s (model.router_aux_loss)",
-        settings.coefficient,
-        router_loss.over.replace("_", " "),
-    )
     return router_loss
 
 
@@ -321,9 +284,4 @@ def install_mtp(
     assert output is not None
     part_of = context.slice_of if context is not None else None
     layers.install(inner, output, part_of)
-    log.debug(
-        "the loss of %d further tokens is added with the factor %g (model.mtp)",
-        layers.num_depths,
-        layers.factor,
-    )
     return layers

@@ -17,7 +17,6 @@ from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.loss.causal import next_token_loss
 from automodel_ckpt.models.attention.packing_probe import (
     keeps_samples_apart,
-    padding_changes_outputs,
 )
 from automodel_ckpt.models.inspect.forward import (
     accepts_use_cache,
@@ -123,17 +122,6 @@ def test_a_model_whose_outputs_are_not_finite_is_recognised() -> None:
 def test_a_little_that_a_recurrent_layer_carries_over_is_recognised(dtype: torch.dtype) -> None:
     # Its attention keeps samples apart, and the state space layers beside it change the outputs by less than 1 %.
     assert not keeps_samples_apart(build("falcon_h1").to(dtype), False, {"use_cache": False})
-
-
-def test_a_model_with_outputs_that_depend_on_padding_is_recognised() -> None:
-    """CPM-Ant takes no attention mask, and expects padding on the left."""
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "dim_head": 8, "dim_ff": 24}
-    lengths = {"prompt_length": 4, "prompt_types": 4, "vocab_size": 50, "num_hidden_layers": 1}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("cpmant", **sizes, **lengths)
-    assert padding_changes_outputs(AutoModelForCausalLM.from_config(config), {})
-    assert not padding_changes_outputs(build("llama"), {})
-    assert not padding_changes_outputs(build("opt"), {})
 
 
 def test_models_with_a_mask_of_a_fixed_length_have_no_longer_rows() -> None:
