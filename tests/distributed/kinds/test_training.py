@@ -392,7 +392,7 @@ def test_selected_activations_of_shards_are_recomputed_and_a_killed_run_continue
         ("--model.freeze=['*']", "no parameter is left to train"),
         ("--loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean}", "has to be the sum"),
         ("--lr_scheduler={name: constant, warmup_steps: 3}", "does not use warmup_steps"),
-        ("--lr_scheduler.kwargs={cycles: 3}", "does not accept this"),
+        ("--lr_scheduler.kwargs={cycles: 3}", "cannot be computed"),
         ("--distributed.backend=smoke-signals", "unknown torch.distributed backend"),
     ],
 )
