@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.former_names import current_name
 from automodel_ckpt.config.bind import Binder
+from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.registry import is_name, is_own, registered
 from automodel_ckpt.config.sample_kinds import sample_problems
@@ -35,17 +36,6 @@ from automodel_ckpt.errors import Problem, RecipeError
 if TYPE_CHECKING:
     from automodel_ckpt.config.automodel.rows import Notice
     from automodel_ckpt.config.automodel.translation import Translation
-
-_KINDS_ELSEWHERE = {
-    "sft": "llm_finetune",
-    "pt": "pretrain",
-    "cpt": "pretrain",
-    "rm": "reward_model",
-    "kd": "distill",
-    "bi_encoder": "embedding",
-    "cross_encoder": "reranker",
-}
-"""Recipes by the names that TRL, LLaMA-Factory and sentence-transformers give to their kinds of training."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +175,7 @@ def convert_recipe(
     if found:
         raise RecipeError.all_of(found)
     kind = next((str(each.node.value) for each in overrides if each.key == "recipe"), None)
+    keys = {node.origin for _, node in parsed.children()}
     rejected: dict[str, str] = {}
     while True:
         work = translate(parsed, program, kind, num_ranks, rejected)
@@ -196,8 +187,8 @@ def convert_recipe(
             return converted_text(str(path), parsed, Node(ours, ""), bound, work.notices, program)
         except RecipeError as error:
             # A value that our key does not accept is reported instead.
-            more = {each.where: each.what for each in error.problems if each.where in work.renamed}
-            if not more:
+            more = {each.where: each.what for each in error.problems if each.where in keys}
+            if not more or more.keys() <= rejected.keys():
                 raise
             rejected |= more
 
@@ -326,7 +317,7 @@ def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
         return False
     names = registered()
     if is_name(name) and name not in names:
-        meant = _KINDS_ELSEWHERE.get(name.lower()) or closest(name, names)
+        meant = OTHER_NAMES["stage"].values.get(name.lower()) or closest(name, names)
         hint = f"known recipes: {', '.join(names)}; or use package.module.Class or file.py:Class"
         if meant:
             hint = f"did you mean {meant}?"

@@ -123,7 +123,7 @@ CASES = {
             "datasets.1.shards 4: no equivalent",
             "special_tokens: no equivalent",
             "lr_scheduler one_cycle: no equivalent (lr_scheduler.name must be",
-            "save_steps 0.2: here: step_scheduler.ckpt_every_steps",
+            "save_steps 0.2: no equivalent (step_scheduler.ckpt_every_steps must be",
             "evals_per_epoch 4: set step_scheduler.val_every_steps",
             "chat_template chatml: the tokenizer's own is used",
             "deepspeed zero3.json: each rank has the whole quantized base",
