@@ -225,7 +225,7 @@ def _dry_run(loaded: LoadedRecipe, line: CommandLine, ranks: int | None) -> int:
 
 def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions) -> int:
     """Write the script or manifest of ``--write-launcher``. Raises :class:`RecipeError`."""
-    from automodel_ckpt.cli.cluster.write import check_flags, write_launcher
+    from automodel_ckpt.cli.cluster.launcher import check_flags, write_launcher
 
     check_flags(line.flags)
     num_ranks = int(line.flags.nnodes) * int(line.flags.nproc_per_node)
