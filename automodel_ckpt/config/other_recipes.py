@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.config.automodel.rows import Section, Work, is_enabled, is_true, put, value_of
-from automodel_ckpt.config.keys.monitoring import RECIPE_OPTIONS, TRACKERS
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.tree.yaml_tree import Node, read_file
 from automodel_ckpt.errors import RecipeError
@@ -80,6 +79,9 @@ lr_scheduler -> /lr_scheduler.name
 ~ train_on_prompt: prompts have labels there; here, only answers have
 ~ assistant_only_loss in false: prompts have labels there; here, only answers have
 ~ completion_only_loss in false: prompts have labels there; here, only answers have
+~ deepspeed: several ranks shard the model by FSDP2 (a quantized base: DDP); distributed.cpu_offload: true offloads
+~ fsdp: several ranks shard the model by FSDP2 (a quantized base: DDP)
+- fsdp_config fsdp_version
 ~ save_strategy in no: checkpoint.enabled: false saves nothing
 ~ saves_per_epoch not in 0 1: set step_scheduler.ckpt_every_steps to this part of an epoch
 ~ evals_per_epoch not in 0 1: set step_scheduler.val_every_steps to this part of an epoch
@@ -124,7 +126,6 @@ _PREFERENCES = """
 rl_beta:beta dpo_beta:beta pref_beta:beta orpo_alpha:beta beta pref_loss:loss loss_type:loss
 dpo_label_smoothing:label_smoothing label_smoothing
 """
-_WANDB = " ".join(f"wandb_{name}:{name}" for name in RECIPE_OPTIONS["wandb"])
 
 
 @dataclass
@@ -183,7 +184,7 @@ def translate(
     kind = _kind(section, work, recipe)
     work.recipe = str(kind.value)
     section.put("recipe", kind)
-    for step in (_model, _adapters, _data, _optimizer, _batches, _schedule, _saves, _trackers):
+    for step in (_model, _adapters, _data, _optimizer, _batches, _schedule, _saves):
         step(section, work)
     for name, node in _moved(section, _PREFERENCES).items():
         if node.value not in ("orpo", "nll"):
@@ -275,7 +276,7 @@ def _model(section: Section, work: Conversion) -> None:
 
 
 def _adapters(section: Section, work: Conversion) -> None:
-    """Translate LoRA and QLoRA, and what shards the model. LLaMA-Factory trains adapters by default."""
+    """Translate LoRA and QLoRA. LLaMA-Factory trains adapters by default."""
     name, kind = _first(section, "adapter", "finetuning_type", "use_peft")
     if kind is None:
         kind = work.of_program("lora" if work.program == FACTORY else "full")
@@ -299,12 +300,6 @@ def _adapters(section: Section, work: Conversion) -> None:
         for other in section.names():
             if other.startswith(("lora_", "peft_", "use_dora", "use_rslora", "additional_target")):
                 section.drop(other)
-    for name, node in _moved(section, "deepspeed fsdp fsdp_config fsdp_version").items():
-        if quantized is not None:
-            section.degraded(name, node, "each rank has the whole quantized base (DDP)")
-        elif is_enabled(node):
-            section.put_root("distributed.strategy", replace(node, value="fsdp2"))
-            section.note(name, node, "FSDP2 shards; distributed.cpu_offload: true offloads")
 
 
 def _layers(section: Section, work: Conversion) -> None:
@@ -507,26 +502,10 @@ def _saves(section: Section, work: Conversion) -> None:
     for word, name in (("save", "ckpt_every_steps"), ("eval", "val_every_steps")):
         key = f"step_scheduler.{name}"
         steps = section.take(f"{word}_steps")
-        is_wanted = section.text(f"{word}_strategy") in ("", "steps")
-        is_useful = word == "save" or section.ours("validation_dataset") is not None
         if steps is None and key in _DEFAULTS[work.program]:
             steps = work.default(key)
-        if steps is not None and is_wanted and is_useful:
+        if steps is not None and section.text(f"{word}_strategy") in ("", "steps"):
             section.put_root(key, steps)
-
-
-def _trackers(section: Section, work: Conversion) -> None:
-    """Translate trackers. axolotl uses Weights & Biases if there is a project."""
-    names = [str(each.value) for _, each in _listed(section.take("report_to")).children()]
-    given = _moved(section, _WANDB)
-    if is_true(section.take("use_wandb")) or (work.program == AXOLOTL and "project" in given):
-        names.append("wandb")
-    for name in names:
-        options = Node({**given} if name == "wandb" else {}, work.source.origin)
-        if name in TRACKERS:
-            section.put_root(f"logging.trackers.{name}", options)
-        elif name not in ("none", "all"):
-            section.degraded("report_to", work.made(name), f"there are {', '.join(TRACKERS)}")
 
 
 def _others(section: Section) -> None:

@@ -117,7 +117,6 @@ CASES = {
             "lr_scheduler.warmup_ratio": 0.03,
             "step_scheduler.global_batch_size": 32,
             "step_scheduler.num_epochs": 2,
-            "logging.trackers.wandb.project": "mine",
         },
         [
             "datasets.1.shards 4: no equivalent",
@@ -126,7 +125,8 @@ CASES = {
             "save_steps 0.2: no equivalent (step_scheduler.ckpt_every_steps must be",
             "evals_per_epoch 4: set step_scheduler.val_every_steps",
             "chat_template chatml: the tokenizer's own is used",
-            "deepspeed zero3.json: each rank has the whole quantized base",
+            "deepspeed zero3.json: several ranks shard the model by FSDP2",
+            "wandb_project mine: here: logging.trackers ({wandb: {project: mine}})",
             "2 x 4 accumulated x 4 ranks",
         ],
     ),
@@ -146,7 +146,6 @@ CASES = {
             "dataset.sources.set0.max_samples": 100,
             "dataset.sources.set1.path": "data/unknown.json",
             "distributed.mixed_precision": "bfloat16",
-            "distributed.strategy": "fsdp2",
             "lr_scheduler.warmup_ratio": 0.1,
             "step_scheduler.num_epochs": 3,
             "step_scheduler.val_every_steps": 50,
@@ -179,7 +178,6 @@ CASES = {
             "dataset.truncation": "right",
             "optimizer.weight_decay": 0.0,
             "lr_scheduler.name": "linear",
-            "logging.trackers.tensorboard": {},
         },
         [
             "recipe: sft, because TRL's files do not state it",
