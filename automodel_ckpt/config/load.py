@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.config.bind import Binder
-from automodel_ckpt.config.other_names import OTHER_NAMES
+from automodel_ckpt.config.other_names import OTHER_NAMES, program_of
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.registry import is_name, is_own, registered
 from automodel_ckpt.config.sample_kinds import sample_problems
@@ -33,8 +33,7 @@ from automodel_ckpt.config.tree.yaml_tree import (
 from automodel_ckpt.errors import Problem, RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.config.automodel.rows import Notice
-    from automodel_ckpt.config.automodel.translation import Translation
+    from automodel_ckpt.config.automodel.rows import Notice, Work
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def convert_recipe(
         RecipeError: with all problems of the file and the overrides.
     """
     from automodel_ckpt.config.automodel.translation import converted_text
-    from automodel_ckpt.config.other_recipes import program_of, translate
+    from automodel_ckpt.config.other_recipes import translate
 
     found = list(problems)
     path = Path(path)
@@ -233,7 +232,7 @@ def bind_recipe(
     translation = _translated(root, path)
     translated = None
     if translation is not None:
-        root, translated = translation.root, translation.root.copy()
+        root, translated = translation.result, translation.result.copy()
         # The sections of features that do not exist here are missing in the translation, so that
         # binding it would report what follows from that.
         found += translation.unknown
@@ -262,18 +261,16 @@ def bind_recipe(
         root,
         parsed,
         tuple(overrides),
-        translation.notices if translation is not None else (),
+        tuple(translation.notices) if translation is not None else (),
         translated,
     )
 
 
-def _translated(root: Node, path: Path) -> Translation | None:
+def _translated(root: Node, path: Path) -> Work | None:
     """Translate a recipe of NeMo AutoModel; None for others. Its recipe classes never have our names.
 
     Raises :class:`RecipeError` for a file of another program, of which not all keys can be translated.
     """
-    from automodel_ckpt.config.other_recipes import program_of
-
     program = program_of(root)
     if program is not None:
         hint = f"ckpt-train --convert-recipe {path} > recipe.yaml writes it as a recipe of this program"

@@ -11,6 +11,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from automodel_ckpt.config.tree.yaml_tree import Node
+
+AXOLOTL, FACTORY, TRL = "axolotl", "LLaMA-Factory", "TRL"
+_MARKS = {
+    AXOLOTL: ("base_model", "datasets adapter micro_batch_size"),
+    FACTORY: ("model_name_or_path", "stage finetuning_type template dataset_dir"),
+    TRL: ("model_name_or_path", "dataset_name dataset_text_field use_peft"),
+}
+"""A key that the files of each program have, and keys of which they have at least one."""
+
 
 @dataclass(frozen=True)
 class Counterpart:
@@ -201,3 +211,12 @@ def _counterparts() -> dict[str, Counterpart]:
 
 OTHER_NAMES = _counterparts()
 """Name in another program -> what corresponds to it here. A name with a section is meant in that section only."""
+
+
+def program_of(root: Node) -> str | None:
+    """Return the program with recipe files such as the tree *root*. Returns None for other files."""
+    for program, (name, others) in _MARKS.items():
+        has_others = any(root.at(other) is not None for other in others.split())
+        if root.at(name) is not None and has_others:
+            return program
+    return None

@@ -13,17 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.config.automodel.rows import Section, Work, is_enabled, is_true, put, value_of
-from automodel_ckpt.config.other_names import OTHER_NAMES
+from automodel_ckpt.config.other_names import AXOLOTL, FACTORY, OTHER_NAMES, TRL
 from automodel_ckpt.config.tree.yaml_tree import Node, read_file
 from automodel_ckpt.errors import RecipeError
 
-AXOLOTL, FACTORY, TRL = "axolotl", "LLaMA-Factory", "TRL"
-_MARKS = {
-    AXOLOTL: ("base_model", "datasets adapter micro_batch_size"),
-    FACTORY: ("model_name_or_path", "stage finetuning_type template dataset_dir"),
-    TRL: ("model_name_or_path", "dataset_name dataset_text_field use_peft"),
-}
-"""A key that the files of each program have, and keys of which they have at least one."""
 _TRAINER = {
     "optimizer.lr": "5e-5",
     "optimizer.weight_decay": "0.0",
@@ -148,15 +141,6 @@ class Conversion(Work):
         return Node(value, self.source.origin)
 
 
-def program_of(root: Node) -> str | None:
-    """Return the program with recipe files such as the tree *root*. Returns None for other files."""
-    for program, (name, others) in _MARKS.items():
-        has_others = any(root.at(other) is not None for other in others.split())
-        if root.at(name) is not None and has_others:
-            return program
-    return None
-
-
 def translate(
     root: Node, program: str, recipe: str | None, num_ranks: int, rejected: Mapping[str, str]
 ) -> Conversion:
@@ -164,7 +148,7 @@ def translate(
 
     Args:
         root: The tree of the file.
-        program: What :func:`program_of` returned.
+        program: What :func:`~automodel_ckpt.config.other_names.program_of` returned.
         recipe: The kind of training. None: what the file states.
         num_ranks: The number of ranks that the global batch is for.
         rejected: Places of keys that are reported instead of translated, with the reasons.
