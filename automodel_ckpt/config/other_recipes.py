@@ -45,15 +45,19 @@ _DEFAULTS = {
     },
 }
 """The defaults of each program that change results and differ from ours."""
-_KINDS = {**OTHER_NAMES["stage"].values, "ipo": "dpo"}
-_KINDS |= {name: name for name in _KINDS.values()}
-"""Kinds of training there, and recipes here -> recipes here."""
 _BUILDERS = {
     "llm_finetune": "chat.messages",
     "pretrain": "text.text",
     "kto": "kto.judged_completions",
     **dict.fromkeys(("dpo", "orpo", "reward_model"), "preference.pairs"),
 }
+_KINDS = {
+    name: recipe
+    for name, recipe in (OTHER_NAMES["stage"].values | {"ipo": "dpo"}).items()
+    if recipe in _BUILDERS
+}
+_KINDS |= {recipe: recipe for recipe in _BUILDERS}
+"""Kinds of training there, and recipes here -> recipes here."""
 _TYPES = {
     "chat_template": "chat.messages",
     "sharegpt": "chat.messages",

@@ -93,7 +93,7 @@ def write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOpt
             "the launcher cannot be written",
             where="--output",
             value=f"{options.output}: {error.strerror}",
-            hint="choose another file, or remove the existing one",
+            hint="choose another one, or remove it",
         ) from error
     print(options.output)
 

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             "the run has no log to upload",
             where=str(run / layout.TRAINING_LOG),
             value="no such file",
-            hint="use the directory of a run that was trained here",
+            hint="use the directory of a run, the checkpoint.checkpoint_dir of its recipe",
         )
     if importlib.util.find_spec(arguments.to) is None:
         raise RecipeError(
@@ -54,7 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
             hint=f"pip install {arguments.to}",
         )
     options = _options(arguments.option)
-    _check_options(arguments.to, options)
     # Follower disables a tracker that raises, and only reports it.
     reasons: list[str] = []
     # 0: the tracker has to forget, or to start anew, because all steps are sent again.
@@ -100,21 +99,6 @@ def _collecting_failures(reasons: list[str]) -> Iterator[None]:
         yield
     finally:
         threading.excepthook = before
-
-
-def _check_options(tracker: str, options: Mapping[str, Any]) -> None:
-    """Raise :class:`RecipeError` for an option that the tracker does not have."""
-    from automodel_ckpt.config.keys.monitoring import TRACKER_OPTIONS
-
-    known = TRACKER_OPTIONS.get(tracker, options)
-    for name in options:
-        if name not in known:
-            raise RecipeError(
-                f"{tracker} has no such option",
-                where="--option",
-                value=name,
-                hint=f"use {', '.join(known)}",
-            )
 
 
 def _options(words: list[str]) -> dict[str, Any]:
