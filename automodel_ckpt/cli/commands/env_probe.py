@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from typing import Any
 
 
 def main(_: list[str]) -> None:
     """Print what torch was built with, and the devices that it finds, as a line of JSON."""
-    import torch
-
+    torch: Any = importlib.import_module("torch")
     build = {
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
