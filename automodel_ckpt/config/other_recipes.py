@@ -53,7 +53,7 @@ _BUILDERS = {
 }
 _KINDS = {
     name: recipe
-    for name, recipe in (OTHER_NAMES["stage"].values | {"ipo": "dpo"}).items()
+    for name, recipe in {**OTHER_NAMES["stage"].values, "ipo": "dpo"}.items()
     if recipe in _BUILDERS
 }
 _KINDS |= {recipe: recipe for recipe in _BUILDERS}
@@ -342,7 +342,7 @@ def _data(section: Section, work: Conversion) -> None:
         section.note(name, packing, "the samples of a pack do not see each other")
 
 
-def _set(work: Conversion, builder: str, given: Mapping[str, Node], **made: str) -> dict[str, Node]:
+def _set(work: Conversion, builder: str, given: dict[str, Node], **made: str) -> dict[str, Node]:
     """Return the section of a data set. Texts of axolotl and LLaMA-Factory become messages."""
     if work.program != TRL and builder not in ("chat.messages", "text.text"):
         made = {"as_chat": "true", **made}
