@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             hint=f"pip install {arguments.to}",
         )
     options = _options(arguments.option)
+    _check_options(arguments.to, options)
     # Follower disables a tracker that raises, and only reports it.
     reasons: list[str] = []
     # 0: the tracker has to forget, or to start anew, because all steps are sent again.
@@ -99,6 +100,21 @@ def _collecting_failures(reasons: list[str]) -> Iterator[None]:
         yield
     finally:
         threading.excepthook = before
+
+
+def _check_options(tracker: str, options: Mapping[str, Any]) -> None:
+    """Raise :class:`RecipeError` for an option that the tracker does not have."""
+    from automodel_ckpt.config.keys.monitoring import TRACKER_OPTIONS
+
+    known = TRACKER_OPTIONS.get(tracker, options)
+    for name in options:
+        if name not in known:
+            raise RecipeError(
+                f"{tracker} has no such option",
+                where="--option",
+                value=name,
+                hint=f"use {', '.join(known)}",
+            )
 
 
 def _options(words: list[str]) -> dict[str, Any]:
