@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.cli.common.arguments import PATH
 from automodel_ckpt.cli.common.checkpoint_rows import (
     Row,
@@ -88,7 +89,6 @@ def _print(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    from automodel_ckpt.checkpoint.files import layout
 
     if row.damaged:
         complete = "damaged"

@@ -109,7 +109,7 @@ def _prompt(text: str) -> str:
             "the prompt is not valid UTF-8",
             where="--prompt",
             value=str(error),
-            hint="convert it, for example with iconv",
+            hint="convert it to UTF-8, for example with iconv",
         ) from error
     return prompt
 
