@@ -13,9 +13,9 @@ from tests.support.runs.training import RECIPE, VALIDATION, train, write_recipe
 
 ENDS = "['*embed_tokens*', 'lm_head*']"
 EMBEDDING = "['*embed_tokens*']"
-FOUR = (
+SHORT = (
     "--model.from_config.attention_dropout=0",
-    "--step_scheduler.max_steps=4",
+    "--step_scheduler.max_steps=2",
     "--checkpoint.save_consolidated=false",
 )
 FULL = "--loss_fn={_target_: torch.nn.CrossEntropyLoss}"
@@ -59,7 +59,7 @@ def test_it_trains_as_full_logits_do(
                 recipe,
                 *runs[name],
                 *(FULL,) * (kind == "full"),
-                *FOUR,
+                *SHORT,
                 f"--checkpoint.checkpoint_dir={directory}",
             )
 
@@ -76,6 +76,7 @@ def test_it_trains_as_full_logits_do(
         assert mine["val_accuracy"] == theirs["val_accuracy"], name
 
 
+@pytest.mark.further
 def test_a_sharded_model_that_caps_its_logits_trains_as_on_full_ones(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE + VALIDATION)
     gemma = ("--model.from_config.model_type=gemma2", "--model.from_config.head_dim=8")
@@ -91,7 +92,7 @@ def test_a_sharded_model_that_caps_its_logits_trains_as_on_full_ones(tmp_path: P
                 cap,
                 "--distributed.strategy=fsdp2",
                 *(FULL,) * (kind == "full"),
-                *FOUR,
+                *SHORT,
                 f"--checkpoint.checkpoint_dir={tmp_path / kind}",
             )
 
