@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ VARIANTS = {
         "--peft.use_dora",
         "--peft.target_modules=*.self_attn.*",
         "--peft.modules_to_save=[norm]",
+        "--checkpoint.is_async",
     ),
     "tied embedding": (
         "--peft.use_rslora",
@@ -75,21 +76,6 @@ def recipe_in(directory: Path) -> Path:
     return write_recipe(directory, TEXT.replace("BASE", str(directory / "base")))
 
 
-def whole_and_resumed(recipe: Path, ports: list[int], *overrides: str) -> tuple[Any, Any]:
-    """The final digests of a run left alone, and of one that goes on from its second step.
-
-    Groups of the same processes one after the other need a port each.
-    """
-    places = [
-        f"--checkpoint.checkpoint_dir={recipe.parent / name}" for name in ("whole", "resumed")
-    ]
-    os.environ["MASTER_PORT"] = str(ports[0])
-    whole = train(recipe, places[0], *SHORT, *overrides, recipe_class=WithLogits)
-    os.environ["MASTER_PORT"] = str(ports[1])
-    saved = f"--checkpoint.restore_from={recipe.parent / 'whole' / 'epoch_0_step_2'}"
-    return whole, train(recipe, places[1], saved, *SHORT, *overrides, recipe_class=Recipe)
-
-
 GROUPS = [
     pytest.param((1, "single", [*VARIANTS]), id="single", marks=pytest.mark.further),
     pytest.param((2, "fsdp2", ["lora"]), id="fsdp2"),
@@ -99,34 +85,38 @@ GROUPS = [
 
 @pytest.fixture(scope="module", params=GROUPS)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Variants trained by one group of ranks: {name: directory}, and each rank's pairs of digests."""
+    """Variants trained by one group of ranks: {name: directory}, and pairs of digests by rank."""
     num_ranks, strategy, names = request.param
     root = tmp_path_factory.mktemp(strategy)
     directories = {name: root / name for name in names}
     for directory in directories.values():
         directory.mkdir()
-    recipes = {
-        name: (recipe_in(directories[name]), [ranks.free_port() for _ in range(2)])
-        for name in names
-    }
-
-    def all_variants() -> list[Any]:
-        common = [
-            f"--distributed.strategy={strategy}",
-            "--step_scheduler.local_batch_size=2",
-            EXPORT,
-        ]
-        common += ["--peft.use_rslora"] if strategy == "ddp" else []
-        return [whole_and_resumed(*recipes[name], *common, *VARIANTS[name]) for name in names]
-
-    return directories, ranks.run(all_variants, num_ranks, init=False, timeout=150)
+    common = [
+        *SHORT,
+        f"--distributed.strategy={strategy}",
+        "--step_scheduler.local_batch_size=2",
+        EXPORT,
+    ]
+    common += ["--peft.use_rslora"] if strategy == "ddp" else []
+    trainings = []
+    for name, directory in directories.items():
+        recipe = recipe_in(directory)
+        saved = f"--checkpoint.restore_from={directory / 'whole' / 'epoch_0_step_2'}"
+        for run_name, more, recipe_class in (
+            ("whole", (), WithLogits),
+            ("resumed", (saved,), Recipe),
+        ):
+            place = f"--checkpoint.checkpoint_dir={directory / run_name}"
+            words = (place, *common, *VARIANTS[name], *more)
+            trainings.append(partial(train, recipe, *words, recipe_class=recipe_class))
+    digests = ranks.run_each(trainings, num_ranks)
+    return directories, list(zip(digests[::2], digests[1::2], strict=True))
 
 
 def test_a_run_with_adapters_resumes_bit_for_bit(trained: Any) -> None:
     directories, digests = trained
-    for of_rank in digests:
-        for whole, resumed in of_rank:
-            assert resumed == whole
+    for whole, resumed in digests:
+        assert resumed == whole
     for directory in directories.values():
         assert steps_of(directory / "resumed") == steps_of(directory / "whole")[2:]
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.kinds.test_training import failure, lines_of_steps, run, run_each
-from tests.support.models.experts import GROUPED, LATENT, SIZES
+from tests.support.models.experts import SIZES
 from tests.support.runs.training import EXPORT, RECIPE
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -22,15 +22,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.5,
     },
     "gpt_oss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 8},
-    "deepseek_v3": {**GROUPED, **LATENT, "first_k_dense_replace": 1},
-    "glm4_moe": {**GROUPED, "first_k_dense_replace": 1},
-    "olmoe": {"num_experts": 4},
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_intermediate_size": 8, "moe_k": 2},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 8,
-    },
 }
 # SGD shows a wrong scale of a gradient, which AdamW would hide.
 SGD = (
