@@ -11,10 +11,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support import ranks
-from tests.support.models.whole_state import whole_state
-from tests.support.runs.training import MODEL, RECIPE, build, write_recipe
+from tests.support.runs.training import MODEL, RECIPE, trained_weights, write_recipe
 
 TARGET = "model: {_target_: tests.distributed.models.test_running_statistics.%s}\n"
+STEPS = "--step_scheduler.max_steps=2"
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -50,17 +50,6 @@ def frozen() -> LlamaForCausalLM:
     return model
 
 
-def trained(recipe_file: Path, *options: str) -> dict[str, torch.Tensor]:
-    """Train on this rank; its weights and buffers."""
-    recipe = build(recipe_file, "--step_scheduler.max_steps=2", *options)
-    try:
-        recipe.setup()
-        recipe.run()
-        return whole_state(recipe.model)
-    finally:
-        recipe.close()
-
-
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.further)])
 def test_all_ranks_have_the_statistics_of_the_first(strategy: str, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % "normalized"))
@@ -68,7 +57,7 @@ def test_all_ranks_have_the_statistics_of_the_first(strategy: str, tmp_path: Pat
         f"--distributed.strategy={strategy}",
         f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
     )
-    first, second = ranks.run(trained, 2, recipe, *options, init=False)
+    first, second = ranks.run(trained_weights, 2, recipe, STEPS, *options, init=False)
     changed = [name for name in first if name.endswith(STATISTICS)]
     assert len(changed) == 4
     for name, value in first.items():
@@ -81,7 +70,9 @@ def test_frozen_layers_keep_their_statistics(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % "frozen"))
-    (values,) = ranks.run(trained, 1, recipe, "--checkpoint.enabled=false", init=False)
+    (values,) = ranks.run(
+        trained_weights, 1, recipe, STEPS, "--checkpoint.enabled=false", init=False
+    )
     for name, value in values.items():
         if name.endswith(STATISTICS):
             assert value.unique().numel() == 1, name

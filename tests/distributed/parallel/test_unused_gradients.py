@@ -14,8 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support import ranks
-from tests.support.models.whole_state import whole_state
-from tests.support.runs.training import MODEL, RECIPE, build, write_recipe
+from tests.support.runs.training import MODEL, RECIPE, trained_weights, write_recipe
 
 NUM_EXPERTS = 4
 NEVER = NUM_EXPERTS - 1
@@ -76,13 +75,7 @@ def looped(with_attributes: bool = False) -> LlamaForCausalLM:
 def trained(recipe_file: Path, *options: str) -> tuple[dict[str, torch.Tensor], Any]:
     """Train on this rank; the complete weights, and what each micro-batch used."""
     used_by_step.clear()
-    recipe = build(recipe_file, *OPTIONS, *options)
-    try:
-        recipe.setup()
-        recipe.run()
-        return whole_state(recipe.model), list(used_by_step)
-    finally:
-        recipe.close()
+    return trained_weights(recipe_file, *OPTIONS, *options), list(used_by_step)
 
 
 def training(recipe: Path, *options: str) -> Callable[[], Any]:
