@@ -219,13 +219,13 @@ def old_adapter(path: Path) -> Path:
         (lambda path: checkpoint_in(path, 20).parent, "already a checkpoint or a run"),
         (adapter, "the adapter has no description"),
         (pickled, "name the file"),
-        (hub_model, "name one of its commits (snapshots/abc)"),
-        (gguf_directory, "model.gguf: name the file"),
-        (old_adapter, "of an old version of peft"),
+        (hub_model, "it contains blobs, snapshots: name the file or the directory"),
+        (gguf_directory, "it contains model.gguf: name the file"),
+        (old_adapter, "it contains adapter_model.bin, adapter_config.json: name"),
         (lambda path: path, "relative paths start at the working directory"),
         (taken, "already"),
         (config_link, "symbolic link points outside"),
-        (lambda path: path.mkdir() or path, "it is empty"),
+        (lambda path: path.mkdir() or path, "it contains nothing"),
     ],
 )
 def test_what_cannot_be_imported_is_refused_with_the_reason(
