@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from automodel_ckpt.checkpoint.files.type_aliases import TextDict
-
 # Bits per element of every dtype code of the safetensors format (source: safetensors 0.8, `Dtype`).
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8,
@@ -30,7 +28,7 @@ DTYPE_BITS: dict[str, int] = {
     "C64": 64,
     "C128": 128,
 }
-TORCH_NAMES: TextDict = {
+TORCH_NAMES: dict[str, str] = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",

@@ -60,15 +60,8 @@ def pull_checkpoint(
         _download(run.store, f"{name}/", exported, staging, num_threads, stopping)
         problems = [each for path in complete_exports(staging) for each in export_problems(path)]
         if problems:
-            raise CheckpointUnusable.all_of(
-                [
-                    replace(
-                        each,
-                        hint="download the checkpoint without its exports (--no-exports), or push it again",
-                    )
-                    for each in problems
-                ]
-            )
+            hint = "download the checkpoint without its exports (--no-exports), or push it again"
+            raise CheckpointUnusable.all_of([replace(each, hint=hint) for each in problems])
         commit.finalize(staging, data)
         return commit.publish(staging, name)
     except BaseException:
@@ -176,22 +169,15 @@ def _download(
             try:
                 store.stream(f"{prefix}{file}", write)
             except FileNotFoundError:
-                raise _unusable(
-                    store,
-                    f"{prefix}{file}",
-                    "a file of the checkpoint is missing in the store",
-                    "the checkpoint may have been removed meanwhile: try again",
-                ) from None
+                what = "a file of the checkpoint is missing in the store"
+                hint = "the checkpoint may have been removed meanwhile: try again"
+                raise _unusable(store, f"{prefix}{file}", what, hint) from None
             out.close()
 
     for file in sizes:
         if reason := layout.unsafe_path(file):
-            raise _unusable(
-                store,
-                f"{prefix}{file}",
-                f"an object cannot be a file: {reason}",
-                "remove it, or use another URL",
-            )
+            what = f"an object cannot be a file: {reason}"
+            raise _unusable(store, f"{prefix}{file}", what, "remove it, or use another URL")
     pool = ThreadPoolExecutor(num_threads, "pull")
     try:
         pending = {pool.submit(fetch, file) for file in sizes}
