@@ -175,7 +175,7 @@ def _entry(fqn: str, entry: object, data_start: int) -> TensorEntry:
         raise _Fault(f"{fqn!r} has the unknown dtype {dtype!r}")
     shape, offsets = counts(entry["shape"]), counts(entry["data_offsets"])
     if shape is None or offsets is None or len(shape) > MAX_DIMENSIONS:
-        raise _Fault(f"the shape or data_offsets of {fqn!r} are not lists of non-negative integers")
+        raise _Fault(f"the shape or data_offsets of {fqn!r} are not a few non-negative integers")
     if fault := shape_fault(shape):
         raise _Fault(f"{fqn!r}: {fault}")
     if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes_of(dtype, shape):

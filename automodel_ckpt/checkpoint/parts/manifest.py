@@ -408,10 +408,13 @@ def _read_bounded(path: Path) -> bytes:
         return read_safely(path.parent, path.name, limit=MAX_BYTES)
     except OSError as error:
         # read() can fail, too (EIO): a bare OSError on one rank would leave the others waiting.
-        what = "the manifest cannot be read"
+        what, value = "the manifest cannot be read", error.strerror
         if isinstance(error, FileNotFoundError):
-            what = "there is no manifest: the checkpoint is incomplete, or a link to nothing"
-        raise unusable(what, path, error.strerror) from error
+            what = "there is no manifest: the checkpoint is incomplete"
+            if path.parent.is_symlink() and not path.parent.exists():
+                what = "the checkpoint is a link to a directory that is not there"
+                value = os.readlink(path.parent)
+        raise unusable(what, path, value) from error
 
 
 def _read_range(root: Path, file: str, start: int, nbytes: int) -> bytes:

@@ -269,7 +269,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9
         ("optimizer.pt", optimizer_file, "the state of an optimizer"),
         ("m.pth", old_torch_file, "a pickle"),
         ("m.nemo", nemo_file, ".nemo"),
-        ("m.gguf", lambda path: path.write_bytes(b"GGUF" + bytes(20)), "llama.cpp"),
+        ("m.gguf", lambda path: path.write_bytes(b"GGUF" + bytes(20)), "this GGUF file"),
         ("m.npz", lambda path: np.savez(path, w=np.ones(2)), "NumPy"),
         ("m.txt", lambda path: path.write_text("x"), "unknown"),
         ("empty.pt", lambda path: path.write_bytes(b""), "unknown"),
