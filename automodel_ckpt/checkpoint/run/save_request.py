@@ -65,7 +65,7 @@ def request_save(run: Path, notify: Callable[[str], None]) -> Path:
     if _has_ended(lock, holder):
         raise RecipeError(
             "no run uses this directory",
-            where=str(run),
+            where=run,
             value="",
             hint="specify the checkpoint_dir of a running job; if its nodes share no storage, on the node of rank 0",
         )
@@ -94,7 +94,7 @@ def request_save(run: Path, notify: Callable[[str], None]) -> Path:
         return run / str(found["checkpoint"])
     raise SaveFailed(
         "nothing was saved",
-        where=str(run),
+        where=run,
         value=str(found.get("error", "")),
         hint=f"see the end of {run / layout.TEXT_LOG}",
     )

@@ -170,7 +170,7 @@ def _sparse(path: Path) -> None:
             lambda d: (d / "z.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      "),
             "is not a shard",
         ),
-        (lambda d: os.truncate(next(d.glob("shard-00001*")), 4100), "truncated"),
+        (lambda d: os.truncate(next(d.glob("shard-00001*")), 4100), "the file at byte 4100"),
         (lambda d: next(d.glob("shard-00001*")).rename(d / "x") and _link(d, "x"), "link"),
         (lambda d: os.mkfifo(d / "z.safetensors"), "not a regular file"),
         (lambda d: _sparse(d / "z.safetensors"), "nearly all hole"),

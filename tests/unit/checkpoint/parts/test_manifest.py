@@ -224,5 +224,5 @@ def test_a_manifest_above_the_limit_is_rejected_before_it_is_read(
     assert Manifest.read(tmp_path) == Manifest.parse(data, WHERE)
     monkeypatch.setattr(manifest_module, "MAX_BYTES", len(data) - 1)
     for read in (Manifest.read, Summary.read):
-        with pytest.raises(CheckpointUnusable, match="too large"):
+        with pytest.raises(CheckpointUnusable, match="exceed the limit"):
             read(tmp_path)
