@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,7 +141,7 @@ def _save(root: Path, nbytes: int, dtype: torch.dtype, dim: int, num_files: int)
             module.register_parameter(name, nn.Parameter(shards))
     names = dict(model.named_parameters())
     numbers = {name: int(name.split(".")[1]) * num_files // num_layers + 1 for name in names}
-    assets = SideFiles({"config.json": b"{}", FILE_INDEX_MAP: json.dumps(numbers).encode()})
+    assets: Any = SideFiles({"config.json": b"{}", FILE_INDEX_MAP: json.dumps(numbers).encode()})
     saver = Checkpointer(
         root,
         group=dist.group.WORLD,

@@ -112,7 +112,7 @@ class OursSession(Session):
             keep_last=options.keep_last,
             **{"incremental": False, **dict(subject.keys)},
         )
-        assets = SideFiles({"config.json": b'{"model_type": "tiny"}'})
+        assets: Any = SideFiles({"config.json": b'{"model_type": "tiny"}'})
         self._checkpointer = Checkpointer(root, options=chosen, assets={"model": assets})
 
     def load(self) -> Loaded | None:
