@@ -1,6 +1,6 @@
 """Write the tables of docs/guides/which-method.md: the memory that --dry-run forecasts for methods, models and GPUs.
 
-python -m tools.which_method    # minutes on two cores; needs no GPU
+python -m tools.which_method    # minutes on two cores; needs bitsandbytes (extra `quantization`), and no GPU
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "full, 8-bit AdamW": {"optimizer": OPTIMIZER},
     "LoRA": {"peft": {"r": 16, "base_dir": "base"}},
+    "QLoRA": {
+        "peft": {"r": 16, "base_dir": "base", "quantize_base": "nf4"},
+        "distributed": {"strategy": "ddp"},
+    },
 }
 DATA = {"_target_": "automodel_ckpt.examples.data.mock.random_tokens", "vocab_size": 1000}
 
@@ -61,7 +65,8 @@ def cell(model: str, method: str, num_gpus: int) -> str:
     two, four = (forecast(model, method, num_gpus, number) for number in (2, 4))
     needed = two + (four - two) // 2 * (int(MODELS[model][-1]) - 2)
     fitting = [name for name, gib in GPUS.items() if needed <= USABLE * gib * 2**30]
-    return f"{needed / 1e9:.0f} of {fitting[0]}" if fitting else f"{needed / 1e9:.0f}: no"
+    size = f"{needed / 2**30:.0f}"
+    return f"{size} of {fitting[0]}" if fitting else f"{size}: no"
 
 
 if __name__ == "__main__":
