@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from automodel_ckpt.checkpoint.files.layout import BUFFERS, FROZEN
 from automodel_ckpt.checkpoint.formats.description import local_box, local_tensor
 from automodel_ckpt.errors import RecipeError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -245,19 +248,26 @@ def _local_rows(value: Tensor) -> tuple[Tensor, int]:
     return local_tensor(value).detach(), box.offsets[0] if box is not None else 0
 
 
+def is_adapted(module: object) -> TypeGuard[PeftModel]:
+    """Return whether *module* is a ``PeftModel``."""
+    # There is none where peft is not imported yet, and importing it takes a second.
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+
+    return isinstance(module, PeftModel)
+
+
 def adapter_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str] | None:
     """{FQN: key in ``adapter_model.safetensors``} of a ``PeftModel`` with this state dict; None for other modules.
 
     peft selects and names them (``get_peft_model_state_dict``). The module's attribute ``save_embedding_layers``, where
     there is one, decides whether the base's embeddings are among them even if nothing trains them.
     """
-    # There is no PeftModel where peft is not imported yet, and importing it takes a second.
-    if "peft" not in sys.modules:
+    if not is_adapted(module):
         return None
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import get_peft_model_state_dict
 
-    if not isinstance(module, PeftModel):
-        return None
     # Tokens instead of tensors: peft renames and filters them without reading any.
     tokens = {fqn: object() for fqn in state}
     fqns = {id(token): fqn for fqn, token in tokens.items()}
