@@ -69,10 +69,10 @@ $(NEWEST)/.ready:
 install: $(STAMP)  ## ckpt-train and ckpt in .venv, with the tested versions: source .venv/bin/activate
 
 demo: $(STAMP)  ## train, kill, resume, export: about three minutes
-	@$(BIN)/python tools/demo.py
+	@$(BIN)/python -m tools.demo
 
 demo-vlm: $(STAMP)  ## train a small LLaVA to read digits, and ask its export: a few minutes
-	@$(BIN)/python tools/demo_vlm.py
+	@$(BIN)/python -m tools.demo_vlm
 
 picture: demo  ## draw the loss of the demo's run for the README
 	@$(BIN)/ckpt plot runs/demo/killed -o docs/images/loss.svg
@@ -134,7 +134,7 @@ gpu-dry-run: $(STAMP)  ## the same code with tiny models on the CPU: a minute
 	@PYTHON=$(BIN)/python bash tools/gpu/run.sh --dry-run $(PART) $(GPU_ARGS)
 
 gpu-wheels: $(STAMP)  ## download what the reference machine lacks into .gpu-wheels
-	@$(BIN)/python -m tools.gpu.wheels
+	@PYTHON=$(BIN)/python bash tools/gpu/wheels.sh
 
 $(TORCHAO)/.ready: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --target $(TORCHAO) --no-deps "torchao>=0.18"

@@ -166,7 +166,7 @@ def _keep_memory(loaded: LoadedRecipe) -> None:
     from automodel_ckpt.config.tree.urls import with_local_directory
     from automodel_ckpt.parallel.ranks.hang_action import has_restarts_left
 
-    section = getattr(getattr(loaded.config, "checkpoint", None), "memory", None)
+    section = loaded.config.checkpoint.memory
     if section is None or has_restarts_left(os.environ):
         return
     run = Path(with_local_directory(loaded.config).checkpoint.checkpoint_dir)

@@ -106,9 +106,9 @@ class AutomodelError(Exception):
     exit_code = EXIT_INTERNAL
 
     def __init__(
-        self, what: str, *, where: str, value: object, hint: str, restart: str = ""
+        self, what: str, *, where: object, value: object, hint: str, restart: str = ""
     ) -> None:
-        self.problems: tuple[Problem, ...] = (Problem(what, where, value, hint, restart),)
+        self.problems: tuple[Problem, ...] = (Problem(what, str(where), value, hint, restart),)
         super().__init__(what)
 
     @classmethod
@@ -154,6 +154,16 @@ class CheckpointUnusable(AutomodelError):
     """A checkpoint cannot be used: it is damaged, incomplete, incompatible, or missing."""
 
     exit_code = EXIT_UNUSABLE
+
+
+TAKE_ANOTHER = "take the files from another copy, or use another checkpoint"
+
+
+def unusable(
+    what: str, where: object, value: object, hint: str = TAKE_ANOTHER
+) -> CheckpointUnusable:
+    """Return the error for a file or directory *where*, with the *value* that shows the damage."""
+    return CheckpointUnusable(what, where=where, value=value, hint=hint)
 
 
 class SaveFailed(AutomodelError):

@@ -72,23 +72,16 @@ _START_HINT = (
 def check_forward(config: PreTrainedConfig) -> None:
     """Raise :class:`RecipeError` for a model with another loss than next-token prediction, or with a loss that depends
     on earlier passes."""
-    ngram = getattr(config, "ngram", 1)
-    if ngram != 1:
-        raise RecipeError(
-            "this model also predicts later tokens at each position, which the recipe seq2seq does not train",
-            where="model",
-            value=f"a {config.model_type} model with ngram: {ngram}",
-            hint="use another model, such as BART",
-        )
-    # NLLB's experts keep the capacity that an evaluation pass computes from its number of tokens.
-    fraction = getattr(config, "moe_eval_capacity_token_fraction", 0)
-    if fraction > 0:
-        raise RecipeError(
-            "evaluation passes of this model change how many tokens its experts accept in training",
-            where="model",
-            value=f"a {config.model_type} model with moe_eval_capacity_token_fraction: {fraction}",
-            hint="set model.config_overrides: {moe_eval_capacity_token_fraction: 0.0}",
-        )
+    # ProphetNet predicts later tokens too. NLLB's experts keep the capacity that an evaluation pass computes.
+    for name, needed in (("ngram", 1), ("moe_eval_capacity_token_fraction", 0.0)):
+        value = getattr(config, name, needed)
+        if value > needed:
+            raise RecipeError(
+                "the recipe seq2seq does not train models with this setting",
+                where="model",
+                value=f"a {config.model_type} model with {name}: {value}",
+                hint=f"set model.config_overrides: {{{name}: {needed}}}, or use another model, such as BART",
+            )
 
 
 def check_shift(model: Any, config: PreTrainedConfig) -> None:

@@ -10,7 +10,6 @@ if all of this succeeds. ``--trust`` is the flag of ckpt-train.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import os
 import re
@@ -22,36 +21,31 @@ from automodel_ckpt.config.automodel.rows import Notice
 from automodel_ckpt.config.callables.prepare import check_targets
 from automodel_ckpt.config.callables.trust import Trust
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.errors import AutomodelError, Problem
 from automodel_ckpt.models.config_reading import load_model_config
+from tools.support import parser_of
 
 
 @dataclass(frozen=True)
 class Result:
     """What happened to one file: its *notices* if it was accepted, else its *problems*."""
 
-    path: Path
     notices: tuple[Notice, ...] = ()
     problems: tuple[Problem, ...] = ()
 
 
 def check(path: Path, trust: Trust) -> Result:
-    """Load a recipe and check its targets. Raises nothing for a recipe that is rejected."""
+    """Load a recipe, and check its targets and the configuration of the model that it writes out."""
     try:
         loaded = load_recipe(path)
         check_targets(loaded, trust)
-        check_written_config(loaded)
+        model = loaded.config.model
+        if isinstance(model, ModelConfig) and isinstance(model.from_config, dict):
+            load_model_config(from_config=model.from_config, overrides=model.config_overrides)
     except AutomodelError as error:
-        return Result(path, problems=error.problems)
-    return Result(path, loaded.notices)
-
-
-def check_written_config(loaded: LoadedRecipe) -> None:
-    """Raise :class:`RecipeError` if transformers does not have a setting that ``model.from_config`` writes out."""
-    model = loaded.config.model
-    if isinstance(model, ModelConfig) and isinstance(model.from_config, dict):
-        load_model_config(from_config=model.from_config, overrides=model.config_overrides)
+        return Result(problems=error.problems)
+    return Result(loaded.notices)
 
 
 def recipes_in(folders: Sequence[Path]) -> list[Path]:
@@ -68,47 +62,39 @@ def causes(result: Result) -> list[str]:
     """Return the causes of a rejection without the values of this file, so that equal ones can be counted."""
     found = []
     for problem in result.problems:
-        cause = problem.what
-        if problem.value not in (None, ""):
-            cause = f"{cause} ({problem.value})"
-        found.append(re.sub(r"\s+", " ", cause)[:140])
+        value = "" if problem.value in (None, "") else f" ({problem.value})"
+        found.append(re.sub(r"\s+", " ", f"{problem.what}{value}")[:140])
     return list(dict.fromkeys(found))
 
 
-def report(results: Sequence[Result], *, list_files: bool = False) -> Iterator[str]:
+def report(results: Sequence[Result], *, list_files: bool) -> Iterator[str]:
     """Yield the lines of the report: the counts, the causes, and on request the rejected files."""
     accepted = [result for result in results if not result.problems]
     degraded = 0
     for result in accepted:
         degraded += any(notice.kind == "degraded" for notice in result.notices)
     yield f"{len(accepted)} of {len(results)} recipes are accepted, {degraded} of them with a warning"
-    counts: collections.Counter[str] = collections.Counter()
-    for result in results:
-        counts.update(causes(result))
+    counts = collections.Counter(cause for result in results for cause in causes(result))
     if counts:
         yield "causes of the rejections, with the number of files:"
     for cause, count in counts.most_common():
         yield f"  {count:4} {cause}"
-    if not list_files:
-        return
-    yield "rejected files:"
-    for result in results:
-        for problem in result.problems:
-            yield f"  {problem.where}: {problem.what}"
+    if list_files:
+        yield "rejected files:"
+        for result in results:
+            yield from (f"  {problem.where}: {problem.what}" for problem in result.problems)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders or files")
     parser.add_argument("--trust", action="append", default=[], help="as for ckpt-train")
     parser.add_argument("--files", action="store_true", help="also list the rejected files")
     given = parser.parse_args(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    trust = Trust(given.trust)
-    results = [check(path, trust) for path in recipes_in(given.folders)]
-    for line in report(results, list_files=given.files):
-        print(line)
+    results = [check(path, Trust(given.trust)) for path in recipes_in(given.folders)]
+    print(*report(results, list_files=given.files), sep="\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ What is written stays in runs/demo (or DEMO_DIRECTORY). Exits with 1 if a claim 
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -17,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.support import ROOT, program, step_lines
+
 RUNS = ROOT / os.environ.get("DEMO_DIRECTORY", "runs/demo")
 UNDISTURBED, KILLED = RUNS / "undisturbed", RUNS / "killed"
 RECIPE = "examples/llm_finetune/tiny_llama_python_docs.yaml"
@@ -65,10 +65,6 @@ def run(*command: str | Path) -> None:
     check(code == 0, f"exit code {code}")
 
 
-def program(name: str) -> str:
-    return str(Path(sys.executable).with_name(name))
-
-
 def train_command(directory: Path) -> list[str]:
     keys = {
         "checkpoint.checkpoint_dir": directory,
@@ -82,14 +78,11 @@ def train_command(directory: Path) -> list[str]:
 
 
 def steps_of(directory: Path) -> dict[int, dict[str, Any]]:
-    """The step lines of a run's training.jsonl by step; a last line that is being written is left out."""
-    path = directory / "training.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    steps = [record for record in records if "event" not in record]
-    found = {record["step"]: record for record in steps}
-    if len(found) != len(steps):
-        sys.exit(f"demo failed: {path} has a step twice")
+    """The step lines of a run's training.jsonl by step."""
+    lines = step_lines(directory / "training.jsonl")
+    found = {line["step"]: line for line in lines}
+    if len(found) != len(lines):
+        sys.exit(f"demo failed: the log of {directory} has a step twice")
     return found
 
 
@@ -124,9 +117,7 @@ def train_and_kill() -> float:
     try:
         while max(steps_of(KILLED), default=0) < NUM_STEPS // 2:
             if process.poll() is not None:
-                sys.exit(
-                    f"demo failed: the run ended with {process.returncode} before it was killed"
-                )
+                sys.exit("demo failed: the run ended before it was killed")
             time.sleep(0.02)
     finally:
         kill_group(process)

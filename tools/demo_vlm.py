@@ -4,12 +4,11 @@ What is asked is the export alone, by plain transformers in a process that canno
 downloaded. What is written stays in runs/demo_vlm (or DEMO_DIRECTORY). Exits with 1 when fewer than 60 % of the answers
 (or DEMO_WANTED, a fraction) are right; chance is 10%. Further arguments go to ckpt-train, and have to let it train:
 
-    DEMO_WANTED=0.2 python tools/demo_vlm.py --nproc-per-node=1 --step_scheduler.max_steps 120
+    DEMO_WANTED=0.2 python -m tools.demo_vlm --nproc-per-node=1 --step_scheduler.max_steps 120
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -20,8 +19,8 @@ import time
 from pathlib import Path
 
 from automodel_ckpt.examples.data import digits
+from tools.support import ROOT, parser_of, train_words
 
-ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path(os.environ.get("DEMO_DIRECTORY", "runs/demo_vlm"))
 RECIPE = "examples/vlm_finetune/tiny_digits.yaml"
 WANTED = float(os.environ.get("DEMO_WANTED", "0.6"))
@@ -57,10 +56,7 @@ print(json.dumps(answers))
 
 
 def main(arguments: list[str]) -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "demo_vlm.py", description=__doc__, formatter_class=raw, allow_abbrev=False
-    )
+    parser = parser_of(__doc__, prog="python -m tools.demo_vlm", allow_abbrev=False)
     _, passed_on = parser.parse_known_args(arguments)
     started = time.monotonic()
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
@@ -71,11 +67,11 @@ def main(arguments: list[str]) -> None:
     export = (RUNS / "checkpoints" / "LATEST").resolve() / "model" / "consolidated"
     paths, expected = write_scans(RUNS / "scans")
     answers = ask(export, paths)
-    show(paths, expected, answers)
+    for path, digit, answer in list(zip(paths, expected, answers, strict=True))[:8]:
+        print(f"  {path.name:8} shows a {digit}; {digits.QUESTION} {answer!r}")
     right = sum(answer.strip() == digit for answer, digit in zip(answers, expected, strict=True))
-    print(
-        f"{right} of {len(paths)} scans that it never saw are named rightly, {right / len(paths):.0%}; chance is 10%"
-    )
+    share = f"{right} of {len(paths)} scans that it never saw are named rightly"
+    print(f"{share}, {right / len(paths):.0%}; chance is 10%")
     print(f"done in {time.monotonic() - started:.0f} seconds")
     if right < WANTED * len(paths):
         sys.exit(f"demo failed: fewer than {WANTED:.0%}")
@@ -83,12 +79,11 @@ def main(arguments: list[str]) -> None:
 
 def train(arguments: list[str]) -> None:
     """Train in a new process. Print the command first."""
-    launch = [sys.executable, "-m", "automodel_ckpt.cli.train"]
     options = ["--checkpoint.checkpoint_dir", str(RUNS / "checkpoints"), *arguments]
     if not any("nproc" in argument for argument in arguments):
         options.insert(0, "--nproc-per-node=2")
     print(f"$ ckpt-train {shlex.join([RECIPE, *options])}", flush=True)
-    if code := subprocess.run([*launch, RECIPE, *options], check=False).returncode:
+    if code := subprocess.run(train_words(RECIPE, *options), check=False).returncode:
         sys.exit(f"demo failed: training ended with exit code {code}")
     if not (RUNS / "checkpoints" / "LATEST").exists():
         sys.exit("demo failed: ckpt-train did not train with these arguments")
@@ -116,11 +111,6 @@ def ask(export: Path, paths: list[Path]) -> list[str]:
         sys.exit(f"demo failed: the export cannot be asked\n{done.stderr}")
     answers: list[str] = json.loads(done.stdout)
     return answers
-
-
-def show(paths: list[Path], expected: list[str], answers: list[str]) -> None:
-    for path, digit, answer in list(zip(paths, expected, answers, strict=True))[:8]:
-        print(f"  {path.name:8} shows a {digit}; {digits.QUESTION} {answer!r}")
 
 
 if __name__ == "__main__":

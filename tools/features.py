@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tools.support import ROOT, table
+
 PAGE = ROOT / "docs" / "features.md"
 
 TABLE = Path(__file__).with_suffix(".txt")
@@ -41,76 +42,72 @@ def modules() -> Iterator[Path]:
                 yield path
 
 
-def features() -> tuple[list[Feature], list[Path]]:
-    """The rows with their figures, and the modules that belong to none."""
-    rows, others = [], []
+def rows() -> list[Feature]:
+    """The rows of the table, without figures."""
+    found = []
     for line in TABLE.read_text().splitlines()[1:]:
         name, asked, patterns = line.split("|", 2)
         code, _, docs = patterns.partition(";")
-        rows.append(Feature(name, asked, re.compile(code), re.compile(docs) if docs else None))
+        found.append(Feature(name, asked, re.compile(code), re.compile(docs) if docs else None))
+    return found
+
+
+def features() -> list[Feature]:
+    """The rows with their figures."""
+    found = rows()
     for path in modules():
-        row = _row_of(rows, path)
-        if row is None:
-            others.append(path)
-            continue
-        row.files.append(path)
-        row.nodes += sum(1 for _ in ast.walk(ast.parse(path.read_text())))
+        if row := row_of(found, path):
+            row.files.append(path)
+            row.nodes += sum(1 for _ in ast.walk(ast.parse(path.read_text())))
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if row := _row_of(rows, path):
+        if row := row_of(found, path):
             row.tests += len(
                 re.findall(r"^\s*(?:async )?def test_", path.read_text(), re.MULTILINE)
             )
     for path in sorted((ROOT / "docs").rglob("*.md")):
         name = str(path.relative_to(ROOT / "docs"))
-        if row := next((row for row in rows if row.docs and row.docs.match(name)), None):
+        if row := next((row for row in found if row.docs and row.docs.match(name)), None):
             row.words += len(path.read_text().split())
-    return rows, others
+    return found
 
 
-def _row_of(rows: list[Feature], path: Path) -> Feature | None:
+def row_of(rows: list[Feature], path: Path) -> Feature | None:
+    """The first row with a pattern that the path of a module or a test matches."""
     name = str(path.relative_to(ROOT))
-    name += " " + re.sub(
-        r"^tests/\w+/", "automodel_ckpt/", name
-    )  # tests have the packages' folders
+    # Tests have the packages' folders.
+    name += " " + re.sub(r"^tests/\w+/", "automodel_ckpt/", name)
     return next((row for row in rows if row.code.search(name)), None)
+
+
+HEAD = """<!-- Written by tools/features.py: python -m tools.make_reference -->
+
+# Features
+
+What each feature costs, and who asked for it. Nodes are syntax nodes of its modules. Tests are the test
+functions in files with a matching name. Words belong to the pages about the feature. A file counts once,
+for the first row of tools/features.txt that matches. A change that adds a feature adds a row. Figures are
+from the last run of the script.
+
+"""
 
 
 def page() -> str:
     """The text of docs/features.md, largest features first."""
-    lines = [
-        "<!-- Written by tools/features.py: python -m tools.make_reference -->",
-        "",
-        "# Features",
-        "",
-        "What each feature costs, and who asked for it. Nodes are syntax nodes of its modules. Tests are the test",
-        "functions in files with a matching name. Words belong to the pages about the feature. A file counts once,",
-        "for the first row of tools/features.txt that matches. A change that adds a feature adds a row. Figures are",
-        "from the last run of the script.",
-        "",
-        "| feature | files | nodes | tests | words of docs | who asked | folder |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in sorted(features()[0], key=lambda row: -row.nodes):
+    rows = []
+    for row in sorted(features(), key=lambda row: -row.nodes):
         folders = [
             str(path.parent.relative_to(ROOT)).removeprefix("automodel_ckpt/") for path in row.files
         ]
         folder = max(sorted(set(folders)), key=folders.count) if folders else "none"
-        cells = (
-            row.name,
-            len(row.files),
-            f"{row.nodes:,}",
-            row.tests,
-            f"{row.words:,}",
-            row.asked,
-            f"`{folder}/`",
-        )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        figures = (f"{row.nodes:,}", row.tests, f"{row.words:,}")
+        rows.append((row.name, len(row.files), *figures, row.asked, f"`{folder}/`"))
+    header = ("feature", "files", "nodes", "tests", "words of docs", "who asked", "folder")
+    return HEAD + table(header, rows) + "\n"
 
 
 if __name__ == "__main__":
     if "--files" in sys.argv:
-        for each in features()[0]:
+        for each in features():
             print(each.name, *(str(path.relative_to(ROOT)) for path in each.files), sep="\n    ")
     else:
         PAGE.write_text(page())

@@ -13,7 +13,6 @@ import sys
 import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from automodel_ckpt.cli.ckpt import parser
 from automodel_ckpt.config.help import listing as help_page
@@ -32,14 +31,15 @@ from automodel_ckpt.config.tree.convert import describe, members, section_type, 
 from automodel_ckpt.config.tree.rules import MISSING
 from automodel_ckpt.data.rows.arguments import RowOptions
 from tools import features
+from tools.support import ROOT, parser_of, table
 
-ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
 EXAMPLES = "automodel_ckpt.examples.data."
 RAISES = re.compile(r"\s*Raises\s+:class:[^\n]*(\n[^\n]*)*\Z")
 """What a docstring says about exceptions at its end, which a recipe's author does not need."""
 SHARED = 2
 """Builders with the same argument, from which the page describes it once."""
+KEY_HEADER = ("key", "type", "default", "meaning")
 GENERATED = "<!-- Written by tools/make_reference.py from the code: change that, then run it. -->"
 
 
@@ -63,34 +63,20 @@ def recipe_page() -> str:
         "A recipe is a YAML file; each key can be overridden as `--section.key value`. `ckpt-train --help all` prints",
         "the same. *A section with `_target_`* names a callable and its arguments.",
         "",
-        *_keys_table(RecipeConfig, "", top=True),
+        table(KEY_HEADER, _key_rows(RecipeConfig, "", top=True)),
     ]
     for name, hint in typing.get_type_hints(RecipeConfig).items():
         section = section_type(members(hint))
         if section is not None:
-            plug_in = (
-                " It may be a section with `_target_` instead."
-                if target_type(members(hint))
-                else ""
-            )
-            lines += [
-                "",
-                f"## {name}",
-                "",
-                help_page.section_doc(section) + plug_in,
-                "",
-                *_keys_table(section, f"{name}."),
-            ]
+            text = help_page.section_doc(section)
+            if target_type(members(hint)):
+                text += " It may be a section with `_target_` instead."
+            rows = _key_rows(section, f"{name}.")
+            lines += ["", f"## {name}", "", text, "", table(KEY_HEADER, rows)]
     return "\n".join(lines) + "\n"
 
 
-def _keys_table(section: type, prefix: str, *, top: bool = False) -> Iterator[str]:
-    yield "| key | type | default | meaning |"
-    yield "|---|---|---|---|"
-    yield from _key_rows(section, prefix, top=top)
-
-
-def _key_rows(section: type, prefix: str, *, top: bool = False) -> Iterator[str]:
+def _key_rows(section: type, prefix: str, *, top: bool = False) -> Iterator[tuple[str, ...]]:
     """The rows of the keys of a section, with those of the sections in it below theirs."""
     hints, docs = typing.get_type_hints(section), help_page.field_docs(section)
     for field in dataclasses.fields(section):
@@ -101,7 +87,7 @@ def _key_rows(section: type, prefix: str, *, top: bool = False) -> Iterator[str]
         is_required = getattr(default, "_target_", default) == MISSING
         shown = "*required*" if is_required else f"`{default_node(field, hints[field.name])}`"
         cells = (f"`{prefix}{field.name}`", describe(kind), shown, docs.get(field.name, ""))
-        yield "| " + " | ".join(map(_cell, cells)) + " |"
+        yield tuple(map(_cell, cells))
         nested = section_type(kind)
         if nested is not None:
             yield from _key_rows(nested, f"{prefix}{field.name}.")
@@ -113,23 +99,10 @@ def _cell(text: str) -> str:
 
 def train_page() -> str:
     """``ckpt-train``: forms, flags, modes, exit codes."""
-    return "\n".join(
-        [
-            "# ckpt-train",
-            "",
-            "```text",
-            f"{help_page.USAGE}\n{help_page.VALUES}```",
-            "",
-            "| flag | meaning |",
-            "|---|---|",
-            *(f"| `{flag}` | {_cell(text)} |" for flag, text in help_page.flags()),
-            "",
-            "```text",
-            help_page.EXIT_CODES.rstrip(),
-            "```",
-            "",
-        ]
-    )
+    flags = [(f"`{flag}`", _cell(text)) for flag, text in help_page.flags()]
+    usage = f"```text\n{help_page.USAGE}\n{help_page.VALUES}```"
+    codes = f"```text\n{help_page.EXIT_CODES.rstrip()}\n```"
+    return f"# ckpt-train\n\n{usage}\n\n{table(('flag', 'meaning'), flags)}\n\n{codes}\n"
 
 
 def ckpt_page() -> str:
@@ -149,16 +122,13 @@ def ckpt_page() -> str:
     ]
     lines += [f"With `--json`, these commands print JSON: {', '.join(printing)}.", ""]
     for name, command in commands.choices.items():
-        lines += [
-            f"## ckpt {name}",
-            "",
-            command.description or "",
-            "",
-            "| argument | meaning |",
-            "|---|---|",
+        shown = [
+            _argument_row(action)
+            for action in command._actions
+            if not _prints_json(action) and not isinstance(action, argparse._HelpAction)
         ]
-        shown = [action for action in command._actions if not _prints_json(action)]
-        lines += [row for action in shown if (row := _argument_row(action))] + [""]
+        lines += [f"## ckpt {name}", "", command.description or "", ""]
+        lines += [table(("argument", "meaning"), shown), ""]
     return "\n".join(lines)
 
 
@@ -182,13 +152,13 @@ def data_page() -> str:
         "",
         "Each builder lists the shared arguments that it has, with its default where it is another one.",
         "",
-        *_argument_table(each for each in shared.values() if each.name not in rows),
+        _argument_table(each for each in shared.values() if each.name not in rows),
         "",
         "### Row options",
         "",
         "Which rows a builder reads, and when.",
         "",
-        *_argument_table(shared[name] for name in rows),
+        _argument_table(shared[name] for name in rows),
     ]
     for builder in own_builders:
         lines += ["", *_builder_section(builder, shared, rows)]
@@ -198,13 +168,12 @@ def data_page() -> str:
         "",
         f"Modules of `{EXAMPLES[:-1]}`; `ckpt-train --help dataset.NAME` prints their arguments.",
         "",
-        "| builder | samples |",
-        "|---|---|",
     ]
-    for builder in builders:
-        if builder not in own_builders:
-            name = builder.name.removeprefix(EXAMPLES)
-            lines.append(f"| `{name}` | {_cell(markdown(builder.summary))} |")
+    others = [each for each in builders if each not in own_builders]
+    samples = [
+        (f"`{each.name.removeprefix(EXAMPLES)}`", _cell(markdown(each.summary))) for each in others
+    ]
+    lines.append(table(("builder", "samples"), samples))
     elsewhere = ", ".join(f"`{name}`" for name in other_names_of("dataset"))
     lines += ["", "## Other builders", "", f"Without `--trust`: {elsewhere}.", ""]
     return "\n".join(lines)
@@ -241,7 +210,7 @@ def _builder_section(
         else:
             described.append(f"`{each.name}`{default if each.default else ''}")
     if own:
-        yield from ("", *_argument_table(own))
+        yield from ("", _argument_table(own))
     if described:
         yield from ("", f"Described above: {', '.join(described)}.")
     rows = [f"`{name}`" for name in row_options]
@@ -251,12 +220,12 @@ def _builder_section(
         yield from ("", f"Shared arguments: {', '.join(also)}.")
 
 
-def _argument_table(arguments: Iterable[Argument]) -> Iterator[str]:
-    yield from ("| argument | type | default | meaning |", "|---|---|---|---|")
+def _argument_table(arguments: Iterable[Argument]) -> str:
+    rows = []
     for each in arguments:
         default = "*required*" if each.default is None else f"`{each.default}`"
-        cells = (f"`{each.name}`", each.kind, default, each.text)
-        yield "| " + " | ".join(map(_cell, cells)) + " |"
+        rows.append(map(_cell, (f"`{each.name}`", each.kind, default, each.text)))
+    return table(("argument", *KEY_HEADER[1:]), map(list, rows))
 
 
 def names_page() -> str:
@@ -267,15 +236,16 @@ def names_page() -> str:
         "What transformers' TrainingArguments, TRL, axolotl, LLaMA-Factory and torchtune call a setting,",
         "and the key of a recipe for it. A recipe with one of these names is rejected with the same hint.",
         "",
-        "| key here | names elsewhere | note |",
-        "|---|---|---|",
     ]
     names: dict[tuple[str, str], list[str]] = {}
     for name, counterpart in sorted(OTHER_NAMES.items()):
         keys = ", ".join(f"`{key}`" for key in counterpart.keys)
         names.setdefault((keys, counterpart.note), []).append(f"`{name}`")
-    for (keys, note), elsewhere in sorted(names.items()):
-        lines.append(f"| {keys} | {', '.join(elsewhere)} | {_cell(note)} |")
+    rows = [
+        (keys, ", ".join(elsewhere), _cell(note))
+        for (keys, note), elsewhere in sorted(names.items())
+    ]
+    lines.append(table(("key here", "names elsewhere", "note"), rows))
     return "\n".join(lines) + "\n"
 
 
@@ -283,25 +253,19 @@ def _prints_json(action: argparse.Action) -> bool:
     return action.option_strings == ["--json"] and action.help == "print JSON"
 
 
-def _argument_row(action: argparse.Action) -> str:
-    if isinstance(action, argparse._HelpAction):
-        return ""
+def _argument_row(action: argparse.Action) -> tuple[str, str]:
     name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
     takes_value = action.option_strings and action.nargs != 0
-    value = (
-        f" {action.metavar or '/'.join(map(str, action.choices or ())) or action.dest.upper()}"
-        if takes_value
-        else ""
-    )
-    return f"| `{name}{value}` | {_cell(action.help or '')} |"
+    if takes_value:
+        choices = "/".join(map(str, action.choices or ()))
+        name += f" {action.metavar or choices or action.dest.upper()}"
+    return f"`{name}`", _cell(action.help or "")
 
 
 def main() -> int:
     """Write the pages, or compare them."""
-    command = argparse.ArgumentParser(description="Write docs/reference from the code.")
-    command.add_argument(
-        "--check", action="store_true", help="only compare; exit code 1 where they differ"
-    )
+    command = parser_of(__doc__)
+    command.add_argument("--check", action="store_true", help="only compare")
     check = command.parse_args().check
     old = []
     for name, text in pages().items():

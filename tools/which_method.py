@@ -5,15 +5,15 @@ python -m tools.which_method    # minutes on two cores; needs no GPU
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from automodel_ckpt import load_recipe
 from automodel_ckpt.cli.checks.rank_counts import mesh_sizes
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.forecast.plan import ForecastDevice, plan
+from tools.support import ROOT, table, write_block
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "guides" / "which-method.md"
+PAGE = ROOT / "docs" / "guides" / "which-method.md"
 GPUS = {24: 24, 48: 48, 80: 80, 141: 140}
 """The name of a GPU by its memory in GB -> its memory in GiB."""
 USABLE = 0.97
@@ -66,9 +66,5 @@ def cell(model: str, method: str, num_gpus: int) -> str:
 
 if __name__ == "__main__":
     for number in (1, 8):
-        rows = [["model", *METHODS], ["---"] * (1 + len(METHODS))]
-        rows += [[model, *(cell(model, each, number) for each in METHODS)] for model in MODELS]
-        start, end = f"<!-- {number} -->\n", f"\n<!-- end {number} -->"
-        before, _, rest = PAGE.read_text().partition(start)
-        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-        PAGE.write_text(before + start + table + end + rest.partition(end)[2])
+        rows = [[model, *(cell(model, each, number) for each in METHODS)] for model in MODELS]
+        write_block(f"gpus-{number}", table(["model", *METHODS], rows), PAGE)

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urljoin
 
 from automodel_ckpt.errors import RecipeError
 
@@ -40,7 +39,6 @@ MAIN = "main"
 _PROBES = {"model": "config.json", "dataset": "README.md"}
 """The file that :func:`resolve_commit` requests. It may be missing: the reply has the commit anyway."""
 _TIMEOUT_SECONDS = 10.0
-_MAX_REDIRECTS = 5
 _PAUSES = (1.0, 2.0)
 """Seconds between attempts after a reply that another attempt may improve (500, 503, a reset connection)."""
 _LONGEST_WAIT_SECONDS = 5.0
@@ -245,25 +243,13 @@ def _requested_commit(name: str, revision: str, kind: Kind) -> str | None:
 
 def _commit_at(url: str) -> str | None:
     """Return the commit in the reply to a request for the header of a file. Raises the library's exceptions."""
-    from huggingface_hub import utils
+    from huggingface_hub import errors, get_hf_file_metadata
 
-    library: Any = utils
-    for _ in range(_MAX_REDIRECTS):
-        reply = library.get_session().head(
-            url,
-            headers=library.build_hf_headers(),
-            timeout=_TIMEOUT_SECONDS,
-            follow_redirects=False,
-        )
-        if reply.headers.get("X-Error-Code") != "EntryNotFound":
-            library.hf_raise_for_status(reply)
-        commit: str | None = reply.headers.get("X-Repo-Commit")
-        location = reply.headers.get("Location", "")
-        # A repository that was renamed; a redirect to another host does not get the token.
-        if commit is not None or not location.startswith("/"):
-            return commit
-        url = urljoin(url, location)
-    return None
+    try:
+        # One request, and those of redirects on the same host, as for a repository that was renamed.
+        return get_hf_file_metadata(url, timeout=_TIMEOUT_SECONDS).commit_hash
+    except errors.RemoteEntryNotFoundError as error:
+        return error.response.headers.get("X-Repo-Commit")
 
 
 def _seconds_to_retry(error: Exception, pause: float) -> float | None:

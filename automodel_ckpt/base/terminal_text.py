@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TextIO
 
 _COLUMNS = 80
-_COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
+_COLORS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 _LABEL = re.compile(r"(\d\d:\d\d:\d\d |\s*(?:what|where|value|hint):\s+|\s*)")
 """What a line of a message begins with; its continuation lines are indented as far."""
 _COMMAND = re.compile(r"(\d\d:\d\d:\d\d )?(  to [^:]+|try it): ")
@@ -19,7 +19,7 @@ _NO_BREAK = "\x00"
 _KIND = re.compile(
     r"^((?:\d\d:\d\d:\d\d )? *)(internal error|error|warning|hint)(?=:)", re.MULTILINE
 )
-_KIND_COLOURS = {"warning": "yellow", "hint": "green"}
+_KIND_COLORS = {"warning": "yellow", "hint": "green"}
 
 
 def for_terminal(text: str, stream: TextIO) -> str:
@@ -30,20 +30,24 @@ def for_terminal(text: str, stream: TextIO) -> str:
     if stream.isatty():
         text = folded(text, columns(stream) - 1)
 
-    def in_colour(found: re.Match[str]) -> str:
-        return found[1] + coloured(found[2], _KIND_COLOURS.get(found[2], "red"), stream)
+    def in_color(found: re.Match[str]) -> str:
+        return found[1] + colored(found[2], _KIND_COLORS.get(found[2], "red"), stream)
 
-    return _KIND.sub(in_colour, text)
+    return _KIND.sub(in_color, text)
 
 
-def coloured(text: str, colour: str, stream: TextIO) -> str:
+def colored(text: str, color: str, stream: TextIO) -> str:
     """Return *text* in a color if *stream* is a terminal. FORCE_COLOR overrides this, and NO_COLOR overrides both."""
-    shows_colors = stream.isatty() and os.environ.get("TERM") != "dumb"
     is_forced = bool(os.environ.get("FORCE_COLOR"))
     is_forbidden = bool(os.environ.get("NO_COLOR"))
-    if is_forbidden or not (shows_colors or is_forced):
+    if is_forbidden or not (takes_escapes(stream) or is_forced):
         return text
-    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
+    return f"\x1b[{_COLORS[color]}m{text}\x1b[0m"
+
+
+def takes_escapes(stream: TextIO) -> bool:
+    """Whether *stream* is a terminal that executes escape sequences."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def columns(stream: TextIO) -> int:

@@ -31,6 +31,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.ownership import overlay_warning
 from automodel_ckpt.checkpoint.files.threads import collector_paused
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed
 from automodel_ckpt.checkpoint.node_directories import (
     NodeDirectories,
@@ -208,7 +209,7 @@ class Checkpointer:
             message = "the nodes share no storage: each writes its part of a checkpoint to %s, and uploads it"
             log.info(message, self.directory)
 
-    def check(self, state: Mapping[str, Any]) -> None:
+    def check(self, state: Values) -> None:
         """Validate *state* before training. Raises :class:`RecipeError` for state that clashes or cannot be stored
         safely.
         """
@@ -224,13 +225,13 @@ class Checkpointer:
             if self.is_rank0:
                 work()
 
-    def forecast(self, state: Mapping[str, Any]) -> Forecast:
+    def forecast(self, state: Values) -> Forecast:
         """The expected bytes of one save, and the free bytes. Raises :class:`RecipeError` for state that cannot be
         stored.
         """
         return self._planner.forecast(classify(state))
 
-    def check_disk_space(self, state: Mapping[str, Any]) -> Forecast | None:
+    def check_disk_space(self, state: Values) -> Forecast | None:
         """Check before the first step that a checkpoint fits on the disk, and log its size. Collective.
 
         Returns:
@@ -252,7 +253,7 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- save
 
-    def prepare(self, state: Mapping[str, Any]) -> None:
+    def prepare(self, state: Values) -> None:
         """Set up asynchronous saves before the first step, or log why saves will be synchronous. Collective.
 
         Does nothing for synchronous saves. Raises on all ranks what one of them raises.
@@ -272,7 +273,7 @@ class Checkpointer:
         if self.nodes is not None and self._directories is None:
             raise SaveFailed(
                 "a rank does not support asynchronous checkpointing",
-                where=str(self.directory),
+                where=self.directory,
                 value=reason,
                 hint="remove checkpoint.memory, which needs it on several nodes",
             )
@@ -285,13 +286,13 @@ class Checkpointer:
     @collector_paused()
     def save(
         self,
-        state: Mapping[str, Any],
+        state: Values,
         *,
         step: int,
         epoch: int,
         config_yaml: str = "",
-        losses: Mapping[str, Any] | None = None,
-        progress: Mapping[str, Any] | None = None,
+        losses: Values | None = None,
+        progress: Values | None = None,
         validated: bool = False,
         last: bool = False,
         before_publishing: Callable[[], None] | None = None,
@@ -349,7 +350,7 @@ class Checkpointer:
             return self._plan_and_save(save, state, self._async)
 
     def _plan_and_save(
-        self, save: Save, state: Mapping[str, Any], saves: SyncSaves | AsyncSaves
+        self, save: Save, state: Values, saves: SyncSaves | AsyncSaves
     ) -> SaveReport:
         """Save with a new plan, which the ranks agree on by one exchange. Collective."""
         with self._raise_on_all_ranks(f"saving {save.name}"):
@@ -421,7 +422,7 @@ class Checkpointer:
     @collector_paused()
     def load(
         self,
-        state: Mapping[str, Any],
+        state: Values,
         *,
         before_loading: Callable[[Path, Manifest], None] | None = None,
     ) -> Resumed | None:
@@ -473,7 +474,7 @@ class Checkpointer:
         self.notes[NOTE] = self._directories.generation
 
     @collector_paused()
-    def roll_back(self, state: Mapping[str, Any], step: int) -> Resumed | None:
+    def roll_back(self, state: Values, step: int) -> Resumed | None:
         """Load the newest usable checkpoint of *step* or an earlier one into *state*, during training. Collective.
 
         It is fetched from the store of ``remote`` if the run directory has none that is as new. The next save renames

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.options import CheckpointOptions
 from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.discovery import classify
@@ -37,13 +38,18 @@ from automodel_ckpt.errors import (
     LeaseLost,
     Problem,
     RecipeError,
+    unusable,
 )
 from automodel_ckpt.parallel.ranks import agree
 
 if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.memory.survey import CheckpointOnNodes
     from automodel_ckpt.checkpoint.remote.fetch import Fetched
     from automodel_ckpt.checkpoint.state.loading import Loader
     from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
+
+    Streamed: TypeAlias = Fetched | CheckpointOnNodes
+    """A checkpoint of which each rank reads the tensors that it needs, from a store or from other nodes."""
 
 
 log = logging.getLogger("automodel_ckpt")
@@ -63,7 +69,7 @@ class Resumed:
     in_memory: bool = False
     started_anew: frozenset[str] = frozenset()
 
-    def note_validation(self, run: RunDirectory, losses: Mapping[str, Any]) -> None:
+    def note_validation(self, run: RunDirectory, losses: Values) -> None:
         """Record the losses of a validation that ran after the checkpoint was published, so that it can be ranked.
 
         Called by rank 0. *run* is the run directory: a checkpoint that is elsewhere is not ranked.
@@ -77,24 +83,6 @@ class Resumed:
     def loaded(self) -> frozenset[str]:
         """The names, aliases included, of the attributes that were loaded."""
         return self.manifest.saved - self.started_anew
-
-
-class Streamed(Protocol):
-    """A checkpoint of which each rank reads the tensors that it needs, from a store or from the memory of nodes."""
-
-    @property
-    def path(self) -> Path:
-        """A local directory with all or some of its files."""
-
-    def stored_locally(self, manifest: Manifest) -> Manifest:
-        """Restrict *manifest* to the files in the local directory."""
-
-    @property
-    def name(self) -> str:
-        """Where the checkpoint is, for logs."""
-
-    def ranges(self, manifest: Manifest) -> VerifiedRanges | None:
-        """Open the files that are not in the local directory. Returns None when all are."""
 
 
 class CheckpointLoader:
@@ -120,7 +108,7 @@ class CheckpointLoader:
 
     def load(
         self,
-        state: Mapping[str, Any],
+        state: Values,
         before_loading: Callable[[Path, Manifest], None] | None,
         fetched: Fetched | None = None,
     ) -> Resumed | None:
@@ -173,7 +161,7 @@ class CheckpointLoader:
         self, request: resume.Request, fetched: Streamed | None
     ) -> tuple[Path, Manifest] | None:
         run = self._run
-        skipped: list[tuple[str, ...]] = []
+        skipped = []
         for path in request.candidates:
             manifest, problems = self._examine(path, self.on_nodes.get(path, fetched))
             # *problems* are from all ranks: a rank that could read everything must skip the
@@ -195,11 +183,11 @@ class CheckpointLoader:
         what = "no checkpoint can be used"
         if request.by_name:
             what = "the checkpoint to restore from cannot be used"
-        raise CheckpointUnusable(
+        raise unusable(
             what,
-            where=str(run.path),
-            value=_table([("path", "step", "complete", "compatible", "reason"), *skipped]),
-            hint="restore the files from a copy, name another checkpoint in checkpoint.restore_from, take the weights "
+            run.path,
+            _table([("path", "step", "complete", "compatible", "reason"), *skipped]),
+            "restore the files from a copy, name another checkpoint in checkpoint.restore_from, take the weights "
             "of another program with `ckpt import` (or init_from.path), or start a new run in another "
             "checkpoint.checkpoint_dir",
         )
@@ -229,14 +217,12 @@ class CheckpointLoader:
         doing = f"verifying {path.name}"
         by_rank = gather_or_raise(self._group, problems_here, doing, path, CheckpointUnusable)
         # The dict removes duplicates: all ranks find the same in the manifest.
-        found: dict[Problem, None] = {}
+        found = {}
         for problems in by_rank:
             found.update(dict.fromkeys(problems))
         return manifest, list(found)
 
-    def roll_back(
-        self, state: Mapping[str, Any], step: int, fetched: Fetched | None = None
-    ) -> Resumed | None:
+    def roll_back(self, state: Values, step: int, fetched: Fetched | None = None) -> Resumed | None:
         """Load the newest usable checkpoint of *step* or an earlier one into *state*. Collective.
 
         *fetched* is as in :meth:`load`. Returns None when there is none. Raises :class:`CheckpointUnusable` on all
@@ -254,7 +240,7 @@ class CheckpointLoader:
         self,
         path: Path,
         manifest: Manifest,
-        state: Mapping[str, Any],
+        state: Values,
         before_loading: Callable[[Path, Manifest], None] | None = None,
         fetched: Streamed | None = None,
     ) -> Resumed:
@@ -274,7 +260,7 @@ class CheckpointLoader:
         return Resumed(path, manifest.step, manifest.epoch, manifest, in_memory, started_anew)
 
     def _load(
-        self, path: Path, manifest: Manifest, state: Mapping[str, Any], fetched: Streamed | None
+        self, path: Path, manifest: Manifest, state: Values, fetched: Streamed | None
     ) -> frozenset[str]:
         """Load the checkpoint into this rank's *state*. Raises :class:`CheckpointUnusable` where it does not match.
 
@@ -317,7 +303,7 @@ class CheckpointLoader:
 
     # ---------------------------------------------------------------- another model
 
-    def _incompatible(self, path: Path, manifest: Manifest, state: Mapping[str, Any]) -> list[str]:
+    def _incompatible(self, path: Path, manifest: Manifest, state: Values) -> list[str]:
         """The differences for which the run continues in a sibling directory; empty where it does not. Collective."""
         options = self._options
         if options.on_incompatible != "sibling" or options.restore_from is not None:

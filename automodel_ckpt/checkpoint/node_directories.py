@@ -26,6 +26,7 @@ from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import file_system_of
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict
 from automodel_ckpt.checkpoint.memory.save_files import (
     EARLIER_LOGS,
     remove_set_aside,
@@ -163,7 +164,7 @@ class NodeDirectories:
         Without such a rank, they are removed.
         """
         source = with_logs[0] if with_logs else 0
-        logs: dict[str, bytes] = {}
+        logs = {}
         with agree.raise_on_all_ranks(self._group, self._convert):
             if self._rank == source and with_logs:
                 logs = _read_logs(directory)
@@ -233,7 +234,7 @@ class NodeDirectories:
             if self.nodes.is_leader:
                 replace(generation, has_logs=self._rank == 0).write(self.root)
         self._generation = generation
-        own: list[str] = []
+        own = []
         with agree.raise_on_all_ranks(self._group, self._convert):
             if self.nodes.is_leader:
                 own = remove_set_aside(self.root, postponed.digest)
@@ -252,7 +253,7 @@ class NodeDirectories:
         Not the postponed one, if the run *has_gone_on* without it. Returns None when the nodes have the checkpoint of
         *step*: their disks may have no space for the files that they have of a third one.
         """
-        own: list[Summary] = []
+        own = []
         with agree.raise_on_all_ranks(self._group, self._convert):
             if self.nodes.is_leader:
                 own = saves_set_aside(self.root)
@@ -297,7 +298,7 @@ def _step_of(path: Path) -> int:
     return name.step
 
 
-def _read_logs(directory: Path) -> dict[str, bytes]:
+def _read_logs(directory: Path) -> FileDict:
     """The contents of the logs in *directory*, by name."""
     found = {}
     from automodel_ckpt.checkpoint.remote.pull import LOGS

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
+from signal import SIG_DFL, SIG_IGN, SIGINT, SIGUSR2, default_int_handler, getsignal, signal
 from threading import current_thread, main_thread
 
 
@@ -21,6 +21,8 @@ def ckpt() -> int:
 
 def ckpt_train() -> int:
     """Run ``ckpt-train`` with ``sys.argv`` and return its exit code. May end the process."""
+    # A request to save (parallel/ranks/stop.py) before there is a run must not end the process, as is the default.
+    signal(SIGUSR2, SIG_IGN)
     return _run("automodel_ckpt.cli.train")
 
 

@@ -18,7 +18,6 @@ from automodel_ckpt.cli.checks.rank_counts import (
     known_ranks,
     mesh_sizes,
 )
-from automodel_ckpt.cli.common.generated_recipe import generated_recipe
 from automodel_ckpt.cli.common.paths import check_working_directory
 from automodel_ckpt.cli.common.terminal import (
     hiding_values,
@@ -39,6 +38,7 @@ from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeErro
 
 if TYPE_CHECKING:
     from automodel_ckpt.cli.cluster.options import LauncherOptions
+    from automodel_ckpt.cli.common.generated_recipe import GeneratedRecipe
     from automodel_ckpt.config.callables.prepare import PreparedRecipe
     from automodel_ckpt.training.recipe import Recipe
 
@@ -138,7 +138,7 @@ def _run_recipe(line: CommandLine) -> int:
     Raises :class:`RecipeError` with all problems that are known before torch is imported.
     """
     check_working_directory()
-    generated = generated_recipe(line)
+    generated = _generated(line)
     path = generated.path if generated else _recipe_path(line)
     line.problems += _mode_problems(line)
     launcher: LauncherOptions | None = None
@@ -189,6 +189,15 @@ def _run_recipe(line: CommandLine) -> int:
     return launch(loaded, line.flags, lambda: _prepared(loaded, line))
 
 
+def _generated(line: CommandLine) -> GeneratedRecipe | None:
+    """Return the recipe that ``--model`` and ``--data`` describe. Returns None when the command line names a recipe."""
+    if line.words and not line.modes.keys() & {"data", "lora"}:
+        return None
+    from automodel_ckpt.cli.common.generated_recipe import generated_recipe
+
+    return generated_recipe(line)
+
+
 def _prepared(loaded: LoadedRecipe, line: CommandLine) -> PreparedRecipe:
     """Import the class of the recipe and its plug-ins. Raises :class:`RecipeError`."""
     from automodel_ckpt.config.callables.prepare import prepare
@@ -225,7 +234,7 @@ def _dry_run(loaded: LoadedRecipe, line: CommandLine, ranks: int | None) -> int:
 
 def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions) -> int:
     """Write the script or manifest of ``--write-launcher``. Raises :class:`RecipeError`."""
-    from automodel_ckpt.cli.cluster.write import check_flags, write_launcher
+    from automodel_ckpt.cli.cluster.launcher import check_flags, write_launcher
 
     check_flags(line.flags)
     num_ranks = int(line.flags.nnodes) * int(line.flags.nproc_per_node)

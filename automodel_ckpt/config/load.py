@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.base.former_names import current_name
 from automodel_ckpt.config.bind import Binder
+from automodel_ckpt.config.other_names import OTHER_NAMES, program_of
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.registry import is_name, is_own, registered
 from automodel_ckpt.config.sample_kinds import sample_problems
@@ -33,19 +33,7 @@ from automodel_ckpt.config.tree.yaml_tree import (
 from automodel_ckpt.errors import Problem, RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.config.automodel.rows import Notice
-    from automodel_ckpt.config.automodel.translation import Translation
-
-_KINDS_ELSEWHERE = {
-    "sft": "llm_finetune",
-    "pt": "pretrain",
-    "cpt": "pretrain",
-    "rm": "reward_model",
-    "kd": "distill",
-    "bi_encoder": "embedding",
-    "cross_encoder": "reranker",
-}
-"""Recipes by the names that TRL, LLaMA-Factory and sentence-transformers give to their kinds of training."""
+    from automodel_ckpt.config.automodel.rows import Notice, Work
 
 
 @dataclass(frozen=True)
@@ -170,7 +158,7 @@ def convert_recipe(
         RecipeError: with all problems of the file and the overrides.
     """
     from automodel_ckpt.config.automodel.translation import converted_text
-    from automodel_ckpt.config.other_recipes import program_of, translate
+    from automodel_ckpt.config.other_recipes import translate
 
     found = list(problems)
     path = Path(path)
@@ -185,6 +173,7 @@ def convert_recipe(
     if found:
         raise RecipeError.all_of(found)
     kind = next((str(each.node.value) for each in overrides if each.key == "recipe"), None)
+    keys = {node.origin for _, node in parsed.children()}
     rejected: dict[str, str] = {}
     while True:
         work = translate(parsed, program, kind, num_ranks, rejected)
@@ -196,8 +185,8 @@ def convert_recipe(
             return converted_text(str(path), parsed, Node(ours, ""), bound, work.notices, program)
         except RecipeError as error:
             # A value that our key does not accept is reported instead.
-            more = {each.where: each.what for each in error.problems if each.where in work.renamed}
-            if not more:
+            more = {each.where: each.what for each in error.problems if each.where in keys}
+            if not more or more.keys() <= rejected.keys():
                 raise
             rejected |= more
 
@@ -240,14 +229,10 @@ def bind_recipe(
     root = parsed.copy()
     for override in overrides:
         graft(root, override, found)
-    # Former names of this package's classes, which recipes and saved configurations have.
-    for _, node in root.walk():
-        if isinstance(node.value, str):
-            node.value = current_name(node.value)
     translation = _translated(root, path)
     translated = None
     if translation is not None:
-        root, translated = translation.root, translation.root.copy()
+        root, translated = translation.result, translation.result.copy()
         # The sections of features that do not exist here are missing in the translation, so that
         # binding it would report what follows from that.
         found += translation.unknown
@@ -276,18 +261,16 @@ def bind_recipe(
         root,
         parsed,
         tuple(overrides),
-        translation.notices if translation is not None else (),
+        tuple(translation.notices) if translation is not None else (),
         translated,
     )
 
 
-def _translated(root: Node, path: Path) -> Translation | None:
+def _translated(root: Node, path: Path) -> Work | None:
     """Translate a recipe of NeMo AutoModel; None for others. Its recipe classes never have our names.
 
     Raises :class:`RecipeError` for a file of another program, of which not all keys can be translated.
     """
-    from automodel_ckpt.config.other_recipes import program_of
-
     program = program_of(root)
     if program is not None:
         hint = f"ckpt-train --convert-recipe {path} > recipe.yaml writes it as a recipe of this program"
@@ -326,7 +309,7 @@ def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
         return False
     names = registered()
     if is_name(name) and name not in names:
-        meant = _KINDS_ELSEWHERE.get(name.lower()) or closest(name, names)
+        meant = OTHER_NAMES["stage"].values.get(name.lower()) or closest(name, names)
         hint = f"known recipes: {', '.join(names)}; or use package.module.Class or file.py:Class"
         if meant:
             hint = f"did you mean {meant}?"

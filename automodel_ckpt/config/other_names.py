@@ -11,6 +11,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from automodel_ckpt.config.tree.yaml_tree import Node
+
+AXOLOTL, FACTORY, TRL = "axolotl", "LLaMA-Factory", "TRL"
+_MARKS = {
+    AXOLOTL: ("base_model", "datasets adapter micro_batch_size"),
+    FACTORY: ("model_name_or_path", "stage finetuning_type template dataset_dir"),
+    TRL: ("model_name_or_path", "dataset_name dataset_text_field use_peft"),
+}
+"""A key that the files of each program have, and keys of which they have at least one."""
+
 
 @dataclass(frozen=True)
 class Counterpart:
@@ -80,7 +90,9 @@ model_name_or_path base_model pretrained_model_name_or_path model_name model.nam
 model_revision base_model_revision revision_of_model -> model.revision
 tokenizer_name tokenizer_name_or_path tokenizer_config -> tokenizer.from_pretrained
 torch_dtype dtype -> model.dtype
-flash_attention flash_attn sdp_attention xformers_attention -> model.attn_implementation
+flash_attention -> model.attn_implementation = true:flash_attention_2
+sdp_attention -> model.attn_implementation = true:sdpa
+flash_attn xformers_attention -> model.attn_implementation = fa2:flash_attention_2 sdpa:sdpa disabled:eager
 gradient_checkpointing enable_activation_checkpointing -> model.activation_checkpointing
 enable_activation_offloading activation_offloading -> model.activation_checkpointing | full
 tf32 -> float32_precision = true:high false:highest
@@ -168,7 +180,8 @@ hub_private_repo -> hub.private
 hub_token -> | remove it: run hf auth login, or set HF_TOKEN
 run_name -> | give it on the command line: --run-name NAME
 plot_loss -> | remove it: ckpt plot draws a run
-stage rl -> recipe = sft:llm_finetune pt:pretrain rm:reward_model dpo:dpo kto:kto orpo:orpo
+stage rl -> recipe = sft:llm_finetune pt:pretrain cpt:pretrain rm:reward_model kd:distill dpo:dpo kto:kto
+  orpo:orpo bi_encoder:embedding cross_encoder:reranker
 full_determinism -> deterministic
 teacher_model_name_or_path teacher_model teacher_checkpointer kd_trainer -> distill.teacher | from_pretrained,
   with recipe: distill or vlm_distill
@@ -198,3 +211,12 @@ def _counterparts() -> dict[str, Counterpart]:
 
 OTHER_NAMES = _counterparts()
 """Name in another program -> what corresponds to it here. A name with a section is meant in that section only."""
+
+
+def program_of(root: Node) -> str | None:
+    """Return the program with recipe files such as the tree *root*. Returns None for other files."""
+    for program, (name, others) in _MARKS.items():
+        has_others = any(root.at(other) is not None for other in others.split())
+        if root.at(name) is not None and has_others:
+            return program
+    return None

@@ -9,24 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.config.automodel.rows import Section, Work, is_enabled, is_true, put, value_of
-from automodel_ckpt.config.keys.monitoring import RECIPE_OPTIONS, TRACKERS
-from automodel_ckpt.config.other_names import OTHER_NAMES
-from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import annotation_at
+from automodel_ckpt.config.other_names import AXOLOTL, FACTORY, OTHER_NAMES, TRL
 from automodel_ckpt.config.tree.yaml_tree import Node, read_file
 from automodel_ckpt.errors import RecipeError
 
-AXOLOTL, FACTORY, TRL = "axolotl", "LLaMA-Factory", "TRL"
-_MARKS = {
-    AXOLOTL: ("base_model", "datasets adapter micro_batch_size"),
-    FACTORY: ("model_name_or_path", "stage finetuning_type template dataset_dir"),
-    TRL: ("model_name_or_path", "dataset_name dataset_text_field use_peft"),
-}
-"""A key that the files of each program have, and keys of which they have at least one."""
 _TRAINER = {
     "optimizer.lr": "5e-5",
     "optimizer.weight_decay": "0.0",
@@ -55,30 +45,40 @@ _DEFAULTS = {
     },
 }
 """The defaults of each program that change results and differ from ours."""
-_KINDS = {
-    "sft": "llm_finetune",
-    "pt": "pretrain",
-    "rm": "reward_model",
-    "ipo": "dpo",
-    **{name: name for name in ("llm_finetune", "pretrain", "dpo", "kto", "orpo", "reward_model")},
-}
-"""Kinds of training there -> recipes here."""
 _BUILDERS = {
     "llm_finetune": "chat.messages",
     "pretrain": "text.text",
     "kto": "kto.judged_completions",
     **dict.fromkeys(("dpo", "orpo", "reward_model"), "preference.pairs"),
 }
+_KINDS = {
+    name: recipe
+    for name, recipe in {**OTHER_NAMES["stage"].values, "ipo": "dpo"}.items()
+    if recipe in _BUILDERS
+}
+_KINDS |= {recipe: recipe for recipe in _BUILDERS}
+"""Kinds of training there, and recipes here -> recipes here."""
+_TYPES = {
+    "chat_template": "chat.messages",
+    "sharegpt": "chat.messages",
+    "alpaca": "text.prompt_completion",
+    "completion": "text.text",
+}
+"""The types of axolotl's data sets -> our builders."""
 _TABLE = """
 weight_decay -> /optimizer.weight_decay
 seed
 ~ chat_template not in tokenizer_default jinja: the tokenizer's own is used; dataset.chat_template takes a Jinja file
 ~ chat_template_jinja: dataset.chat_template takes such a template
+lr_scheduler -> /lr_scheduler.name
 ~ template: the tokenizer's own is used; dataset.chat_template takes a Jinja file
 ~ train_on_inputs: prompts have labels there; here, only answers have
 ~ train_on_prompt: prompts have labels there; here, only answers have
 ~ assistant_only_loss in false: prompts have labels there; here, only answers have
 ~ completion_only_loss in false: prompts have labels there; here, only answers have
+~ deepspeed: several ranks shard the model by FSDP2 (a quantized base: DDP); distributed.cpu_offload: true offloads
+~ fsdp: several ranks shard the model by FSDP2 (a quantized base: DDP)
+- fsdp_config fsdp_version
 ~ save_strategy in no: checkpoint.enabled: false saves nothing
 ~ saves_per_epoch not in 0 1: set step_scheduler.ckpt_every_steps to this part of an epoch
 ~ evals_per_epoch not in 0 1: set step_scheduler.val_every_steps to this part of an epoch
@@ -97,11 +97,17 @@ _ENTRY = """
 """
 _SAME = ("[assistant]", "turn", "{role: role, content: content}", "{role: from, content: value}")
 """Values of a data set of axolotl that state what happens here, too."""
-_AS_ALPACA = (
-    "Below is an instruction that describes a task{% if input %}, paired with an input that provides further context"
-    "{% endif %}. Write a response that appropriately completes the request.\n\n### Instruction:\n{{ instruction }}\n\n"
-    "{% if input %}### Input:\n{{ input }}\n\n{% endif %}### Response:\n"
-)
+_ALPACA = {
+    "prompt_field": "Below is an instruction that describes a task{% if input %}, paired with an input that provides "
+    "further context{% endif %}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{{ instruction }}\n\n"
+    "{% if input %}### Input:\n{{ input }}\n\n{% endif %}### Response:\n",
+    "completion_field": "output",
+    "as_chat": "false",
+}
+"""The arguments of text.prompt_completion for axolotl's type alpaca."""
+_OF_ALL_SETS = "max_samples dataset_dir dataset_text_field dataset_name dataset_config"
+_OF_HUB = {"subset": "name", "split": "split"}
 _FIELDS = {
     "chat.messages": "messages:messages_field",
     "text.text": "prompt:field",
@@ -113,54 +119,30 @@ _FIELDS = {
 """The fields of rows there (axolotl: with field_ before them), and the arguments of our builders."""
 _ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 _8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
-_ATTENTIONS = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager"}
 _PREFERENCES = """
 rl_beta:beta dpo_beta:beta pref_beta:beta orpo_alpha:beta beta pref_loss:loss loss_type:loss
 dpo_label_smoothing:label_smoothing label_smoothing
 """
-_WANDB = " ".join(f"wandb_{name}:{name}" for name in RECIPE_OPTIONS["wandb"])
 
 
 @dataclass
 class Conversion(Work):
-    """The translation of one file of *program* for *num_ranks* ranks.
-
-    *renamed* has the places of keys with values that ours may reject, and *rejected* those that were rejected, and why.
-    """
+    """The translation of one file of *program* for *num_ranks* ranks."""
 
     program: str = ""
     num_ranks: int = 1
-    rejected: Mapping[str, str] = field(default_factory=dict)
-    renamed: set[str] = field(default_factory=set)
 
     def default(self, key: str) -> Node:
         """Return the program's default of a key of ours."""
-        return Node(_DEFAULTS[self.program][key], f"default of {self.program}")
+        return self.of_program(_DEFAULTS[self.program][key])
+
+    def of_program(self, value: str) -> Node:
+        """Return a value that the program uses where the file has none."""
+        return Node(value, f"default of {self.program}")
 
     def made(self, value: str) -> Node:
         """Return a value that is not the value of one key of the file."""
         return Node(value, self.source.origin)
-
-    def move(self, name: str, node: Node, key: str, why: str = "no equivalent") -> None:
-        """Give the value of the key *name* to ours, or report *why* it is not."""
-        section = self.section("")
-        is_free = section.ours(key) is None and annotation_at(RecipeConfig, key) is not None
-        if is_free and node.origin not in self.rejected:
-            section.put_root(key, node)
-            self.renamed.add(node.origin)
-        else:
-            reason = self.rejected.get(node.origin)
-            section.degraded(name, node, f"{why} ({reason})" if reason else why)
-
-
-def program_of(root: Node) -> str | None:
-    """Return the program with recipe files such as the tree *root*. Returns None for other files."""
-    for program, (name, others) in _MARKS.items():
-        if root.at(name) is not None and any(
-            root.at(other) is not None for other in others.split()
-        ):
-            return program
-    return None
 
 
 def translate(
@@ -170,10 +152,10 @@ def translate(
 
     Args:
         root: The tree of the file.
-        program: What :func:`program_of` returned.
+        program: What :func:`~automodel_ckpt.config.other_names.program_of` returned.
         recipe: The kind of training. None: what the file states.
         num_ranks: The number of ranks that the global batch is for.
-        rejected: Places of keys that are reported instead of renamed, with the reasons.
+        rejected: Places of keys that are reported instead of translated, with the reasons.
 
     Returns:
         The translation: ``result`` is the tree of our recipe, ``notices`` are what to report.
@@ -181,20 +163,22 @@ def translate(
     Raises:
         RecipeError: for a kind of training that does not exist here, and for batch sizes that are no numbers.
     """
-    work = Conversion(root.copy(), "", program=program, num_ranks=num_ranks, rejected=rejected)
+    work = Conversion(root.copy(), "", program=program, num_ranks=num_ranks)
     section = work.section("")
+    for name, node in root.children():
+        if node.origin in rejected:
+            section.take(name)
+            section.degraded(name, node, f"no equivalent ({rejected[node.origin]})")
     kind = _kind(section, work, recipe)
     work.recipe = str(kind.value)
     section.put("recipe", kind)
-    for step in (_model, _adapters, _data, _optimizer, _batches, _schedule, _saves, _trackers):
+    for step in (_model, _adapters, _data, _optimizer, _batches, _schedule, _saves):
         step(section, work)
-    for pair in _PREFERENCES.split():
-        name, _, ours = pair.partition(":")
-        node = section.take(name)
-        if node is not None and node.value not in ("orpo", "nll"):
-            work.move(name, node, f"{work.recipe}.{ours or name}")
+    for name, node in _moved(section, _PREFERENCES).items():
+        if node.value not in ("orpo", "nll"):
+            section.put_root(f"{work.recipe}.{name}", node)
     section.apply(_TABLE)
-    _others(section, work)
+    _others(section)
     for key in _DEFAULTS[program]:
         parent = key.partition(".")[0]
         is_used = parent in ("optimizer", "lr_scheduler") or section.ours("peft") is not None
@@ -235,8 +219,10 @@ def _number(node: Node) -> float:
     raise RecipeError("must be a number", where=node.origin, value=str(node), hint="correct it")
 
 
-def _listed(node: Node) -> Node:
-    """Return a list, or a text with commas, as a list."""
+def _listed(node: Node | None) -> Node:
+    """Return a list, or a text with commas, as a list; an empty one for no node."""
+    if node is None:
+        return Node([], "")
     if not isinstance(node.value, str):
         return node
     return replace(node, value=[Node(word.strip(), node.origin) for word in node.value.split(",")])
@@ -261,18 +247,13 @@ def _kind(section: Section, work: Conversion, recipe: str | None) -> Node:
 
 
 def _model(section: Section, work: Conversion) -> None:
-    """Translate attention, precision and sharding."""
+    """Translate the precision, and the permission to run code of a model, which also needs a flag here."""
     trusted = section.flag("trust_remote_code")
     if trusted is not None:
         section.put_root("model.trust_remote_code", trusted)
         section.note("trust_remote_code", trusted, "also needs --trust trust_remote_code")
-    name, node = _first(section, "flash_attention", "sdp_attention", "flash_attn")
-    word = {"flash_attention": "fa2", "sdp_attention": "sdpa"}.get(name, str(node and node.value))
-    if node is not None and is_enabled(node) and word in _ATTENTIONS:
-        ours = replace(node, value=_ATTENTIONS[word])
-        section.put_root("model.attn_implementation", ours)
-    bf16, fp16 = section.take("bf16"), section.take("fp16")
-    if fp16 is not None and is_true(fp16):
+    bf16, fp16 = section.take("bf16"), section.flag("fp16")
+    if fp16 is not None:
         section.degraded("fp16", fp16, "float16 needs a loss scaler: bfloat16 is used")
         bf16 = fp16
     if bf16 is not None and bf16.value == "full":
@@ -283,48 +264,43 @@ def _model(section: Section, work: Conversion) -> None:
 
 
 def _adapters(section: Section, work: Conversion) -> None:
-    """Translate LoRA and QLoRA, and what shards the model. LLaMA-Factory trains adapters by default."""
+    """Translate LoRA and QLoRA. LLaMA-Factory trains adapters by default."""
     name, kind = _first(section, "adapter", "finetuning_type", "use_peft")
-    method = str(kind.value).lower() if kind is not None else "lora" * (work.program == FACTORY)
-    bits = _moved(section, "load_in_8bit load_in_4bit quantization_bit")
-    bits = {name: node for name, node in bits.items() if is_enabled(node)}
-    is_quantized = bool(bits) or method == "qlora"
+    if kind is None:
+        kind = work.of_program("lora" if work.program == FACTORY else "full")
+    method = str(kind.value).lower()
+    bits = section.take("quantization_bit")
+    of_8_bits = section.flag("load_in_8bit") or (bits if bits and bits.value == "8" else None)
+    quantized = of_8_bits or section.flag("load_in_4bit") or bits
+    if quantized is None and method == "qlora":
+        quantized = kind
+    type_of_4_bits = section.text("bnb_4bit_quant_type") or "nf4"
+    section.take("bnb_4bit_quant_type")
     if method in ("lora", "qlora", "true"):
-        kind = kind or Node("lora", f"default of {work.program}")
         section.put_root("peft.method", replace(kind, value="lora"))
         _layers(section, work)
-        word = section.take("bnb_4bit_quant_type") or replace(kind, value="nf4")
-        for bit_name, node in bits.items():
-            is_8 = bit_name == "load_in_8bit" or node.value == "8"
-            word = replace(node, value="int8" if is_8 else word.value)
-        if is_quantized:
-            section.put_root("peft.quantize_base", word)
+        if quantized is not None:
+            word = "int8" if of_8_bits else type_of_4_bits
+            section.put_root("peft.quantize_base", replace(quantized, value=word))
     else:
-        if kind is not None and method not in ("full", "false"):
+        if method not in ("full", "false"):
             section.degraded(name, kind, "no equivalent: all weights are trained")
         for other in section.names():
             if other.startswith(("lora_", "peft_", "use_dora", "use_rslora", "additional_target")):
                 section.drop(other)
-    for name, node in _moved(section, "deepspeed fsdp fsdp_config fsdp_version").items():
-        if is_quantized:
-            section.degraded(name, node, "each rank has the whole quantized base (DDP)")
-        elif is_enabled(node):
-            section.put_root("distributed.strategy", replace(node, value="fsdp2"))
-            section.note(name, node, "FSDP2 shards; distributed.cpu_offload: true offloads")
 
 
 def _layers(section: Section, work: Conversion) -> None:
     """Translate the layers that have adapters. The default of peft is the queries and values of most models."""
     linear = section.flag("lora_target_linear")
     _, target = _first(section, "lora_target_modules", "lora_target")
-    rank = section.peek("lora_rank")
-    default = Node("q_proj, v_proj", f"default of {work.program}")
+    default = "q_proj, v_proj"
     if work.program == FACTORY:
-        default.value = "all"
+        default = "all"
         if section.peek("lora_alpha") is None:
-            alpha = 2 * _number(rank or work.made("8"))
-            section.put_root("peft.alpha", replace(default, value=str(alpha)))
-    target = linear or target or default
+            alpha = 2 * _number(section.peek("lora_rank") or work.made("8"))
+            section.put_root("peft.alpha", work.of_program(str(alpha)))
+    target = linear or target or work.of_program(default)
     is_all = linear is not None or target.value in ("all", "all-linear")
     target = replace(target, value="all-linear") if is_all else _listed(target)
     section.put_root("peft.target_modules", target)
@@ -337,23 +313,28 @@ def _data(section: Section, work: Conversion) -> None:
     """Translate the training data and the validation data, with the length of samples and packing."""
     _, length = _first(section, "sequence_len", "cutoff_len", "max_seq_length", "max_length")
     length = length or work.default("dataset.seq_length")
-    build = {AXOLOTL: _of_axolotl, FACTORY: _of_factory, TRL: _of_trl}[work.program]
-    sets, tests = (list(build(section, work, is_test)) for is_test in (False, True))
+    build, *names = {
+        AXOLOTL: (_of_axolotl, "datasets", "test_datasets"),
+        FACTORY: (_of_factory, "dataset", "eval_dataset"),
+        TRL: (_of_trl, "dataset_train_split", "dataset_test_split"),
+    }[work.program]
+    sets, tests = (list(build(section, work, name)) for name in names)
+    _moved(section, _OF_ALL_SETS)
     name, share = _first(section, "val_set_size", "val_size")
     part = 0 if share is None else _number(share)
     if share is not None and part:
         cut = f"{round(100 * (1 - part))}%" if part < 1 else f"-{part}"
         for one in sets:
-            split = one.get("split", work.made("train")).value
-            tests.append({**one, "split": replace(share, value=f"{split}[{cut}:]")})
-            one["split"] = replace(share, value=f"{split}[:{cut}]")
+            split_name = one.get("split", work.made("train")).value
+            tests.append({**one, "split": replace(share, value=f"{split_name}[{cut}:]")})
+            one["split"] = replace(share, value=f"{split_name}[:{cut}]")
         section.note(name, share, "the last rows, instead of random ones")
-    shared = {"seq_length": length, "truncation": work.default("dataset.truncation")}
     for key, each in (("dataset", sets), ("validation_dataset", tests)):
         if len(each) > 1:
             section.put_root(f"{key}._target_", work.made("automodel_ckpt.data.mixture.mixture"))
         for number, one in enumerate(each):
-            node = Node({**one, **shared}, work.source.origin)
+            limits = {"seq_length": length, "truncation": work.default("dataset.truncation")}
+            node = Node({**one, **limits}, work.source.origin)
             section.put_root(key if len(each) == 1 else f"{key}.sources.set{number}", node)
     name, packing = _first(section, "sample_packing", "neat_packing", "packing")
     if packing is not None and is_true(packing):
@@ -361,19 +342,16 @@ def _data(section: Section, work: Conversion) -> None:
         section.note(name, packing, "the samples of a pack do not see each other")
 
 
-def _set(work: Conversion, builder: str, *parts: Mapping[str, Node]) -> dict[str, Node]:
+def _set(work: Conversion, builder: str, given: dict[str, Node], **made: str) -> dict[str, Node]:
     """Return the section of a data set. Texts of axolotl and LLaMA-Factory become messages."""
-    made = {"_target_": work.made(f"automodel_ckpt.data.{builder}")}
     if work.program != TRL and builder not in ("chat.messages", "text.text"):
-        made["as_chat"] = work.made("true")
-    for part in parts:
-        made |= part
-    return made
+        made = {"as_chat": "true", **made}
+    target = {"_target_": work.made(f"automodel_ckpt.data.{builder}")}
+    return target | {name: work.made(text) for name, text in made.items()} | given
 
 
-def _of_axolotl(section: Section, work: Conversion, is_test: bool) -> Iterator[dict[str, Node]]:
-    """Translate the entries of datasets or test_datasets."""
-    name = "test_datasets" if is_test else "datasets"
+def _of_axolotl(section: Section, work: Conversion, name: str) -> Iterator[dict[str, Node]]:
+    """Translate the entries of the key *name*."""
     entries = section.peek(name)
     for number, _ in enumerate(entries.children() if entries is not None else ()):
         entry = section.inner(f"{name}.{number}")
@@ -381,24 +359,19 @@ def _of_axolotl(section: Section, work: Conversion, is_test: bool) -> Iterator[d
         kind = entry.take("type") or work.made("chat_template")
         word = re.split("[:.]", str(kind))[0]
         builder = _BUILDERS[work.recipe]
+        made: dict[str, str] = {}
         if work.recipe != "llm_finetune":
-            entry.note(
-                "type", kind, "the tokenizer's chat template is used; look at --show-samples"
-            )
-        elif word == "alpaca":
-            builder = "text.prompt_completion"
-            fields = {"prompt_field": _AS_ALPACA, "completion_field": "output", "as_chat": "false"}
-            given |= {ours: work.made(text) for ours, text in fields.items()}
-        elif word == "completion":
-            builder = "text.text"
-            given |= _moved(entry, "field")
-        elif word not in ("chat_template", "sharegpt"):
-            text = (
-                "no equivalent: use text.prompt_completion with prompt_field and completion_field"
-            )
-            entry.degraded("type", kind, text)
+            text = "the tokenizer's chat template is used; look at --show-samples"
+            entry.note("type", kind, text)
+        elif word not in _TYPES:
+            hint = "use text.prompt_completion with prompt_field and completion_field"
+            entry.degraded("type", kind, f"no equivalent: {hint}")
+        else:
+            builder = _TYPES[word]
+            made = _ALPACA if word == "alpaca" else {}
+            given |= _moved(entry, "field" if word == "completion" else "")
         names = " ".join(f"field_{pair}" for pair in _FIELDS[builder].split())
-        yield _set(work, builder, given, _moved(entry, names))
+        yield _set(work, builder, given | _moved(entry, names), **made)
         entry.apply(_ENTRY)
         for rest, node in _moved(entry, " ".join(entry.names())).items():
             if str(node) in _SAME:
@@ -408,68 +381,66 @@ def _of_axolotl(section: Section, work: Conversion, is_test: bool) -> Iterator[d
     section.take(name)
 
 
-def _of_factory(section: Section, work: Conversion, is_test: bool) -> Iterator[dict[str, Node]]:
+def _of_factory(section: Section, work: Conversion, name: str) -> Iterator[dict[str, Node]]:
     """Translate the names of data sets, which a file dataset_info.json describes."""
     folder = section.text("dataset_dir") or "data"
     described = read_file(Path(folder, "dataset_info.json"), []) or Node({}, "")
-    named = section.take("eval_dataset" if is_test else "dataset")
-    most = _moved(section, "max_samples", keep=not is_test)
-    for _, name in _listed(named).children() if named is not None else ():
-        entry = dict(described.children()).get(str(name.value))
+    most = _moved(section, "max_samples", keep=True)
+    for _, each in _listed(section.take(name)).children():
+        entry = dict(described.children()).get(str(each.value))
         if entry is None:
             text = f"not in {folder}/dataset_info.json: correct path and fields"
-            section.degraded("dataset", name, text)
-            entry = Node({"file_name": Node(f"{name.value}.json", "")}, "")
-        yield _set(work, *_described(work, entry, folder), most)
-    if is_test:
-        section.take("dataset_dir")
+            section.degraded(name, each, text)
+            entry = Node({"file_name": Node(f"{each.value}.json", "")}, "")
+        builder, made = _described(work, entry, folder)
+        yield _set(work, builder, most, **made)
 
 
-def _described(work: Conversion, entry: Node, folder: str) -> tuple[str, dict[str, Node]]:
+def _described(work: Conversion, entry: Node, folder: str) -> tuple[str, dict[str, str]]:
     """Return our builder and its arguments for an entry of dataset_info.json."""
-    found = {name: str(node.value) for name, node in entry.children()}
-    columns = entry.at("columns")
-    names = {"prompt": "instruction", "query": "input", "response": "output"}
-    if columns is not None:
-        names = {name: str(node.value) for name, node in columns.children()}
+    found = {key: str(node.value) for key, node in entry.walk()}
     builder = _BUILDERS[work.recipe]
     made = {"path": found.get("hf_hub_url") or f"{folder}/{found.get('file_name')}"}
-    made |= {
-        ours: found[name]
-        for name, ours in (("subset", "name"), ("split", "split"))
-        if name in found
-    }
+    made |= {ours: found[name] for name, ours in _OF_HUB.items() if name in found}
+    columns = {key[8:]: name for key, name in found.items() if key.startswith("columns.")}
+    columns = columns or {"prompt": "instruction", "query": "input", "response": "output"}
     if found.get("formatting") == "sharegpt":
-        names = {"messages": "conversations", **names}
+        columns = {"messages": "conversations", **columns}
     elif work.recipe != "pretrain":
         builder = "text.prompt_completion" if work.recipe == "llm_finetune" else builder
-        prompt = f"{{{{ {names.pop('prompt')} }}}}"
-        if "query" in names:
-            prompt += f"{{% if {names['query']} %}}\n{{{{ {names['query']} }}}}{{% endif %}}"
+        prompt = f"{{{{ {columns.pop('prompt')} }}}}"
+        if "query" in columns:
+            query = columns["query"]
+            prompt += f"{{% if {query} %}}\n{{{{ {query} }}}}{{% endif %}}"
         made["prompt_field"] = prompt
     for pair in _FIELDS[builder].split():
         name, _, ours = pair.partition(":")
-        if name in names:
-            made[ours] = names[name]
-    return builder, {name: work.made(text) for name, text in made.items()}
+        if name in columns:
+            made[ours] = columns[name]
+    return builder, made
 
 
-def _of_trl(section: Section, work: Conversion, is_test: bool) -> Iterator[dict[str, Node]]:
-    """Translate the arguments of TRL's scripts."""
-    text = _moved(section, "dataset_text_field:field", keep=not is_test)
-    given = _moved(section, "dataset_name:path dataset_config:name", keep=not is_test)
+def _of_trl(section: Section, work: Conversion, name: str) -> Iterator[dict[str, Node]]:
+    """Translate the arguments of TRL's scripts. *name* is the key of the split."""
+    text = _moved(section, "dataset_text_field:field", keep=True)
+    given = _moved(section, "dataset_name:path dataset_config:name", keep=True)
     builder = "text.text" if text and work.recipe == "llm_finetune" else _BUILDERS[work.recipe]
-    if is_test:
-        given["split"] = section.take("dataset_test_split") or work.made("test")
+    split = section.take(name)
+    if name == "dataset_test_split":
+        if section.text("eval_strategy") in ("", "no"):
+            return
+        split = split or work.made("test")
     else:
-        given |= _moved(section, "dataset_streaming:streaming dataset_train_split:split")
+        given |= _moved(section, "dataset_streaming:streaming")
         text_here = f"read by data.{builder}; other builders read text, or prompts with completions"
         section.note("dataset_name", given.get("path") or work.made(""), text_here)
         only = section.peek("assistant_only_loss") or section.peek("completion_only_loss")
         if builder == "chat.messages" and only is None:
             put(work.source, "assistant_only_loss", work.made("false"))
-    if "path" in given and not (is_test and section.text("eval_strategy") in ("", "no")):
-        yield _set(work, builder, given, text if builder == "text.text" else {})
+    if split is not None:
+        given["split"] = split
+    if "path" in given:
+        yield _set(work, builder, given | (text if builder == "text.text" else {}))
 
 
 def _optimizer(section: Section, work: Conversion) -> None:
@@ -481,7 +452,7 @@ def _optimizer(section: Section, work: Conversion) -> None:
         section.degraded(name, node, "AdamW is used; optimizer._target_ takes other classes")
     if work.program == TRL and section.peek("learning_rate") is None:
         rate = {"llm_finetune": "2e-5", "reward_model": "1e-4"}.get(work.recipe, "1e-6")
-        section.put_root("optimizer.lr", Node(rate, f"default of {TRL}"))
+        section.put_root("optimizer.lr", work.of_program(rate))
 
 
 def _batches(section: Section, work: Conversion) -> None:
@@ -493,34 +464,25 @@ def _batches(section: Section, work: Conversion) -> None:
     samples = _number(local) * _number(accumulated) * work.num_ranks
     section.put_root("step_scheduler.global_batch_size", work.made(str(samples)))
     section.put_root("step_scheduler.local_batch_size", local)
-    text = (
-        f"global_batch_size is {local} x {accumulated} accumulated x {work.num_ranks} ranks; add "
-    )
-    section.note(name, accumulated, f"{text}--nproc-per-node N to --convert-recipe for N ranks")
+    text = f"global_batch_size is {local} x {accumulated} accumulated x {work.num_ranks} ranks"
+    section.note(name, accumulated, f"{text}; --nproc-per-node N converts for N ranks")
     steps = section.take("max_steps")
-    name, epochs = _first(section, "num_epochs", "num_train_epochs")
-    epochs = epochs or work.default("step_scheduler.num_epochs")
-    number = _number(epochs)
+    _, epochs = _first(section, "num_epochs", "num_train_epochs")
     if steps is not None and _number(steps) > 0:
         section.put_root("step_scheduler.max_steps", steps)
     else:
-        whole = str(int(number)) if number == int(number) else epochs.value
-        hint = "set step_scheduler.max_steps"
-        work.move(name, replace(epochs, value=whole), "step_scheduler.num_epochs", hint)
+        epochs = epochs or work.default("step_scheduler.num_epochs")
+        whole = str(epochs.value).removesuffix(".0")
+        section.put_root("step_scheduler.num_epochs", replace(epochs, value=whole))
 
 
 def _schedule(section: Section, work: Conversion) -> None:
-    """Translate the schedule of the learning rate. A ratio is used if there is no number of steps."""
-    name, node = _first(section, "lr_scheduler", "lr_scheduler_type")
-    if node is not None:
-        work.move(name, node, "lr_scheduler.name")
+    """Translate the warmup. A ratio is used if there is no number of steps."""
     steps, ratio = section.take("warmup_steps"), section.take("warmup_ratio")
     if steps is not None and (_number(steps) or ratio is None):
-        work.move("warmup_steps", steps, "lr_scheduler.warmup_steps")
-    elif ratio is not None:
-        section.put_root("lr_scheduler.warmup_ratio", ratio)
-    elif work.program == AXOLOTL:
-        section.put_root("lr_scheduler.warmup_ratio", Node("0.03", f"default of {AXOLOTL}"))
+        section.put_root("lr_scheduler.warmup_steps", steps)
+    elif ratio is not None or work.program == AXOLOTL:
+        section.put_root("lr_scheduler.warmup_ratio", ratio or work.of_program("0.03"))
 
 
 def _saves(section: Section, work: Conversion) -> None:
@@ -528,32 +490,13 @@ def _saves(section: Section, work: Conversion) -> None:
     for word, name in (("save", "ckpt_every_steps"), ("eval", "val_every_steps")):
         key = f"step_scheduler.{name}"
         steps = section.take(f"{word}_steps")
-        is_wanted = section.text(f"{word}_strategy") in ("", "steps")
-        is_useful = word == "save" or section.ours("validation_dataset") is not None
         if steps is None and key in _DEFAULTS[work.program]:
             steps = work.default(key)
-        if steps is not None and is_wanted and is_useful:
-            work.move(f"{word}_steps", steps, key, f"here: {key}")
-        elif steps is not None:
-            section.no_effect(f"{word}_steps", steps)
+        if steps is not None and section.text(f"{word}_strategy") in ("", "steps"):
+            section.put_root(key, steps)
 
 
-def _trackers(section: Section, work: Conversion) -> None:
-    """Translate trackers. axolotl uses Weights & Biases if there is a project."""
-    node = section.take("report_to")
-    names = [str(each.value) for _, each in _listed(node).children()] if node is not None else []
-    given = _moved(section, _WANDB)
-    if is_true(section.take("use_wandb")) or (work.program == AXOLOTL and "project" in given):
-        names.append("wandb")
-    for name in names:
-        options = dict(given) if name == "wandb" else {}
-        if name in TRACKERS:
-            section.put_root(f"logging.trackers.{name}", Node({**options}, work.source.origin))
-        elif name not in ("none", "all"):
-            section.degraded("report_to", work.made(name), f"there are {', '.join(TRACKERS)}")
-
-
-def _others(section: Section, work: Conversion) -> None:
+def _others(section: Section) -> None:
     """Rename the other keys, or report them."""
     for name, node in _moved(section, " ".join(section.names())).items():
         known = OTHER_NAMES.get(name)
@@ -561,9 +504,10 @@ def _others(section: Section, work: Conversion) -> None:
             section.degraded(name, node, "no equivalent")
             continue
         word = known.values.get(str(node.value).lower(), "" if known.values else node.value)
-        if len(known.keys) == 1 and not known.note and word:
-            work.move(name, replace(node, value=word), known.keys[0], known.hint(str(node)))
-        elif is_enabled(node):
+        is_free = len(known.keys) == 1 and section.ours(known.keys[0]) is None
+        if is_free and not known.note and word:
+            section.put_root(known.keys[0], replace(node, value=word))
+        elif is_enabled(node) and node.value != "auto":
             section.degraded(name, node, known.hint(str(node)))
         else:
             section.no_effect(name, node)

@@ -20,11 +20,9 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.nemo.tar_files import TarMember, TarReader, TarWriter
 from automodel_ckpt.convert.publishing import held_run, published_file
-from automodel_ckpt.convert.type_aliases import FileDict
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem, unusable
 
 _NUM_THREADS = 2
 _MAX_LOG_BYTES = 1 << 32
@@ -141,8 +139,8 @@ class _Extraction:
 
     def run(self) -> list[Path]:
         """Extract everything. Returns the paths of the checkpoints."""
-        published: list[Path] = []
-        logs: FileDict = {}
+        published = []
+        logs = {}
         for member in self._members:
             name, _, file = member.name.partition("/")
             if member.name in _LOGS and not member.is_directory:
@@ -211,5 +209,4 @@ class _Extraction:
                     out.write(block)
 
     def _unusable(self, value: str) -> CheckpointUnusable:
-        where = str(self._reader.path)
-        return unusable("the archive is damaged", where, value, "use another copy of the file")
+        return unusable("the archive is damaged", self._reader.path, value)

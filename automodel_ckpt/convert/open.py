@@ -19,6 +19,7 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import contiguous_slices
@@ -32,14 +33,12 @@ from automodel_ckpt.checkpoint.sources.source import (
     is_average,
     is_checkpoint,
     open_checkpoint,
-    unusable,
     without_averages,
 )
 from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.registry import detect
 from automodel_ckpt.convert.imports.source_files import check_links_of_weights
-from automodel_ckpt.convert.type_aliases import Values
-from automodel_ckpt.errors import CheckpointUnusable, Problem
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -76,7 +75,7 @@ class Weights:
 
         Raises :class:`CheckpointUnusable`, which lists all damage.
         """
-        problems: list[Problem] = []
+        problems = []
         if self.checkpoint is not None:
             manifest = Manifest.read(self.checkpoint)
             problems = verify(self.checkpoint, manifest, level, rank=rank, num_ranks=num_ranks)
@@ -106,8 +105,11 @@ def open_source(path: Path) -> Source:
             check_links_of_weights(place)
     source = _open_external(directory)
     if source.misplaced:
-        what = "the index names a tensor that is not in its file"
-        raise unusable(what, source.model_directory / layout.HF_INDEX, source.misplaced[0])
+        raise unusable(
+            "the index names a tensor that is not in its file",
+            source.model_directory / layout.HF_INDEX,
+            source.misplaced[0],
+        )
     return source
 
 
@@ -270,8 +272,11 @@ def _module_in(directory: Path) -> Tensors:
         return replace(average, tensors={**model.tensors, **average.tensors}, tied=model.tied)
     found = {layout.state_directory(name): module for name, module in modules.items()}
     if directory.name not in found:
-        value = f"those of it: {sorted(found)}"
-        raise _unusable("this directory of a checkpoint holds no module", directory, value)
+        raise _unusable(
+            "this directory of a checkpoint holds no module",
+            directory,
+            f"those of it: {sorted(found)}",
+        )
     return found[directory.name]
 
 

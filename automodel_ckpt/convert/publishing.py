@@ -43,12 +43,15 @@ def check_directory_target(target: Path) -> None:
         raise _occupied(target, "a file", "choose another output path")
     names = sorted(os.listdir(target))
     if names:
-        value = f"a directory with {', '.join(names[:3])}"
-        raise _occupied(target, value, "choose another output path, or remove the directory")
+        raise _occupied(
+            target,
+            f"a directory with {', '.join(names[:3])}",
+            "choose another output path, or remove the directory",
+        )
 
 
 def _occupied(target: Path, value: str, hint: str) -> SaveFailed:
-    return SaveFailed("the output path already exists", where=str(target), value=value, hint=hint)
+    return SaveFailed("the output path already exists", where=target, value=value, hint=hint)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ STATUS = ".hub.json"
 LOCK = ".hub.lock"
 """The names in the run directory of links to what is uploaded, of the status, and of the lock of the process."""
 _MODULE = "automodel_ckpt.hub.pusher"
+_CARD_HINT = "name a README.md, or remove the key: a card is then written from the run"
 
 
 def check_hub(section: HubConfig) -> None:
@@ -32,7 +33,7 @@ def check_hub(section: HubConfig) -> None:
             "uploads to the Hugging Face Hub need a token",
             where="hub.repo",
             value=section.repo,
-            hint="`hf auth login` (or set HF_TOKEN) with a token that has write access, or remove the section hub",
+            hint="`hf auth login`, or set HF_TOKEN to a token with write access",
         )
     _card(section)
 
@@ -47,7 +48,7 @@ def _card(section: HubConfig) -> str | None:
             "a model card is a Markdown file",
             where="hub.card",
             value=section.card,
-            hint="name a README.md, which is no link to a file without the extension .md",
+            hint=_CARD_HINT,
         )
     try:
         return path.read_text("utf-8")
@@ -56,7 +57,7 @@ def _card(section: HubConfig) -> str | None:
             "the model card cannot be read",
             where="hub.card",
             value=f"{section.card} ({error})",
-            hint="name a README.md, or remove the key: a card is then written from the run",
+            hint=_CARD_HINT,
         ) from error
 
 

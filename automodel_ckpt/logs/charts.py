@@ -61,7 +61,10 @@ _FIELDS = {
 
 
 class Line(NamedTuple):
-    """A series to draw. *style* is ``line``, ``faint`` or ``dots``; *color* is a number."""
+    """A series to draw. *style* is ``line``, ``faint`` or ``dots``.
+
+    *color* is the number of the run, or if there is only one, of the curve in its chart.
+    """
 
     label: str
     color: int

@@ -106,7 +106,7 @@ def read_goodput(directory: Path) -> Goodput:
             "this run has no record of its time",
             where=str(directory / layout.TIMELINE_LOG),
             value="no start",
-            hint="use the directory of a run of this version or later",
+            hint="use the directory of a run, the checkpoint.checkpoint_dir of its recipe",
         )
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     for number, start in enumerate(starts):

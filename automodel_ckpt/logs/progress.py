@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from automodel_ckpt.base.terminal_text import columns, for_terminal
+from automodel_ckpt.base.terminal_text import columns, for_terminal, takes_escapes
 from automodel_ckpt.base.units import duration, size_text
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.errors import LeaseLost, printable
@@ -160,7 +160,7 @@ class Progress:
         self._saved: tuple[int, float] | None = None
         self._stream = stream or sys.stderr
         self._clock = clock
-        self._live = self._stream.isatty()
+        self._live = takes_escapes(self._stream)
         self._line = ""
         self._shown_at = self._printed_at = -math.inf
         self._num_seen = 0
@@ -266,10 +266,10 @@ class Progress:
             return []
         seconds, parts = self._seconds_left(self._latest), self._step_parts(self._latest)
         if seconds is not None:
-            # The day, too, when it is another one.
+            # The date, too, when it is another one.
             end = time.localtime(time.time() + seconds)
             is_today = end.tm_yday == time.localtime().tm_yday
-            parts.append(f"ends {time.strftime('%H:%M' if is_today else '%a %H:%M', end)}")
+            parts.append(f"ends {time.strftime('%H:%M' if is_today else '%b %d %H:%M', end)}")
         return parts
 
     def break_off(self) -> None:

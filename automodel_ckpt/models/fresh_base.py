@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import uuid
 from dataclasses import replace
@@ -22,8 +21,6 @@ from automodel_ckpt.models.inspect.repository import (
     code_directory,
     damaged_config,
 )
-
-log = logging.getLogger("automodel_ckpt")
 
 _ADDED = {"transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path"}
 _WHERE = "peft.base_dir"
@@ -78,11 +75,6 @@ def _save(model: Any, directory: Path, preprocessor: Any, revision: str | None) 
     for path in directory.iterdir():
         fsync_file(path)
     fsync_directory(directory)
-    log.debug(
-        "created a base with fresh weights: %s, %s parameters",
-        type(model).__name__,
-        f"{sum(p.numel() for p in model.parameters()):,}",
-    )
 
 
 def _settings(value: Any) -> Any:

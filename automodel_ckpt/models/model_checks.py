@@ -133,16 +133,15 @@ class RouterSettings:
     top_k: int
 
 
-def router_settings(model: nn.Module, *, is_requested: bool = True) -> RouterSettings | None:
-    """The settings of a mixture of experts with a config that requests the loss (``output_router_logits``), or, if not
-    *is_requested*, does not request it. None for other models."""
+def router_settings(model: nn.Module) -> RouterSettings | None:
+    """The settings of a mixture of experts with a config that requests the loss (``output_router_logits``). None for
+    other models."""
     config = getattr(model, "config", None)
     get_text_config = getattr(config, "get_text_config", lambda: config)
     text = get_text_config()
     coefficient = getattr(text, "router_aux_loss_coef", None)
     top_k = getattr(text, "num_experts_per_tok", None)
-    requested = getattr(text, "output_router_logits", None)
-    if not coefficient or not top_k or requested is not is_requested:
+    if not coefficient or not top_k or getattr(text, "output_router_logits", None) is not True:
         return None
     return RouterSettings(float(coefficient), int(top_k))
 

@@ -18,7 +18,6 @@ from automodel_ckpt.errors import RecipeError
 log = logging.getLogger("automodel_ckpt")
 
 _MAX_AUTOMATIC_WARMUP = 1000
-_FILLED = frozenset({"optimizer", "last_epoch", "num_warmup_steps", "num_training_steps"})
 
 
 def build_schedule(
@@ -63,8 +62,6 @@ def build_schedule(
                 value=value,
                 hint="remove it, or choose another schedule",
             )
-    accepted = {key: p for key, p in parameters.items() if key not in _FILLED}
-    _check_kwargs(name, kwargs or {}, accepted)
     if length is None and (decays or warmup_ratio is not None):
         raise RecipeError(
             "this schedule requires the number of steps, which the data set does not define",
@@ -191,20 +188,3 @@ def fast_forward(schedule: LRScheduler, num_steps: int) -> None:
         warnings.simplefilter("ignore")
         for _ in range(num_steps):
             schedule.step()
-
-
-def _check_kwargs(
-    name: str, given: Mapping[str, Any], taken: Mapping[str, inspect.Parameter]
-) -> None:
-    unknown = sorted(set(given) - set(taken))
-    missing = [key for key, p in taken.items() if p.default is p.empty and key not in given]
-    if unknown or missing:
-        what = f"the schedule {name} does not accept this"
-        if missing:
-            what = f"the schedule {name} requires {', '.join(missing)}"
-        raise RecipeError(
-            what,
-            where="lr_scheduler.kwargs",
-            value=", ".join(unknown) or dict(given),
-            hint=f"it takes {', '.join(sorted(taken)) or 'nothing besides'}",
-        )

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 import automodel_ckpt
 from automodel_ckpt import Checkpointer, CheckpointOptions, TrainingResult, load_recipe, train
 from automodel_ckpt.errors import RecipeError
+from tests.support.models.stand_ins import LLAMA_CHAT, write_model
+from tests.support.servers.command_server import CommandServer
 
 RECIPE = Path(__file__).parents[2] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
 
@@ -33,7 +35,9 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if "event" not in line]
 
 
-def test_a_run_returns_its_model_and_the_next_call_resumes(tmp_path: Path) -> None:
+def test_a_run_of_a_file_or_a_mapping_returns_its_model_and_the_next_call_resumes(
+    tmp_path: Path,
+) -> None:
     result = train(RECIPE, changes(tmp_path / "run"))
     assert isinstance(result, TrainingResult)
     assert (result.step, result.is_stopped) == (4, False)
@@ -42,18 +46,13 @@ def test_a_run_returns_its_model_and_the_next_call_resumes(tmp_path: Path) -> No
     exported = AutoModelForCausalLM.from_pretrained(result.export)
     for name, parameter in result.model.named_parameters():
         assert torch.equal(parameter, exported.get_parameter(name)), name
+    train(yaml.safe_load(RECIPE.read_text()), changes(tmp_path / "mapping"))
+    assert losses(tmp_path / "mapping") == losses(tmp_path / "run")
     again = train(RECIPE, changes(tmp_path / "run"))
     assert (again.step, again.loss, again.export) == (4, None, result.export)
     longer = train(RECIPE, changes(tmp_path / "run") | {"step_scheduler.max_steps": 5})
     assert longer.step == 5
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3, 4, 5]
-
-
-def test_a_mapping_is_a_recipe_and_gives_the_same_losses(tmp_path: Path) -> None:
-    train(RECIPE, changes(tmp_path / "file"))
-    mapping = yaml.safe_load(RECIPE.read_text())
-    train(mapping, changes(tmp_path / "mapping"))
-    assert losses(tmp_path / "mapping") == losses(tmp_path / "file")
 
 
 def test_an_interrupt_saves_and_ends_after_the_step(tmp_path: Path) -> None:
@@ -144,16 +143,22 @@ def test_the_names_of_the_package_are_those_that_it_lists() -> None:
         _ = automodel_ckpt.Trainer
 
 
-def test_a_run_from_hugging_face_files_imports_no_reader_of_other_programs(tmp_path: Path) -> None:
-    one_step = {"step_scheduler.max_steps": 1}
-    base = train(RECIPE, changes(tmp_path / "base", **one_step)).export
-    recipe = {**yaml.safe_load(RECIPE.read_text()), "model": {"from_pretrained": str(base)}}
-    code = (
-        "import automodel_ckpt, sys; "
-        f"automodel_ckpt.train({recipe!r}, {changes(tmp_path / 'run', **one_step)!r}); "
-        "print(*(name for name in sys.modules if name.startswith('automodel_ckpt.convert')))"
+def test_a_run_from_hugging_face_files_imports_no_reader_of_other_programs(
+    tmp_path: Path, commands: CommandServer
+) -> None:
+    write_model(tmp_path / "base", {"model_type": "llama"}, LLAMA_CHAT)
+    recipe = {
+        "model": {"from_pretrained": str(tmp_path / "base")},
+        "dataset": {"_target_": "automodel_ckpt.examples.data.python_docs.language_modeling"},
+        "step_scheduler": {"global_batch_size": 1, "local_batch_size": 1, "max_steps": 1},
+        "checkpoint": {"checkpoint_dir": str(tmp_path / "run")},
+    }
+    (tmp_path / "script.py").write_text(
+        f"import automodel_ckpt, sys\nautomodel_ckpt.train({recipe!r})\n"
+        "print(*(name for name in sys.modules if name.startswith('automodel_ckpt.convert')))\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = commands.run("plain", str(tmp_path / "script.py"), cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
     readers = found.stdout.splitlines()[-1].replace("automodel_ckpt.convert.", "").split()
     assert "formats.hugging_face" in readers
     kinds = {name.split(".")[1] for name in readers if name.startswith("formats.")}

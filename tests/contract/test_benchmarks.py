@@ -95,7 +95,7 @@ def trained(directory: Path, name: str, text: str, *words: str, num_ranks: int =
     return ranks.run(partial(train, recipe, run, *SHORT, *words), num_ranks, init=False)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.further)])
 def test_tasks_run_at_their_steps_on_all_ranks_and_training_is_the_same(
     strategy: str, stand_in: None, tmp_path: Path
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +48,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(commands: CommandServer, recipe: Path, run: Path, *words: str, also: str = "") -> Path:
     copy = run.with_suffix(".yaml")
     copy.write_text(recipe.read_text() + also)
-    command = ["ckpt-train", str(copy), "--checkpoint.checkpoint_dir", str(run), *words]
-    environment = {**os.environ, "PATH": f"{commands.bin}:{os.environ['PATH']}"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = commands.run("ckpt-train", str(copy), f"--checkpoint.checkpoint_dir={run}", *words)
     assert done.returncode == 0, done.stderr
     return run
 
@@ -74,7 +70,6 @@ def results_of(run: Path) -> list[tuple[Any, ...]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in steps]
 
 
-@pytest.mark.timeout(300)
 def test_completions_are_those_of_the_checkpoint_and_change_nothing(
     recipe: Path, commands: CommandServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,16 +95,15 @@ def test_completions_are_those_of_the_checkpoint_and_change_nothing(
     assert PROMPTS[0] in texts[0]
 
 
-@pytest.mark.timeout(300)
+ADAPTED = ["--distributed.strategy", "fsdp2", "--peft.r", "2", "--generation.raw"]
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["--distributed.strategy", "fsdp2"],
-        ["--distributed.tp_size", "2"],
-        pytest.param(
-            ["--distributed.strategy", "fsdp2", "--peft.r", "2", "--generation.raw"],
-            marks=pytest.mark.further,
-        ),
+        pytest.param(["--distributed.tp_size", "2"], marks=pytest.mark.further),
+        pytest.param(ADAPTED, marks=pytest.mark.further),
     ],
     ids=["fsdp2", "tensor parallel", "adapters"],
 )
@@ -152,6 +146,25 @@ def test_a_wrong_section_is_reported(recipe: Path, tmp_path: Path, also: str, wh
         load_recipe(path)
 
 
+def completions_with(
+    settings: dict[str, Any], recipe: Path, commands: CommandServer, directory: Path
+) -> list[dict[str, Any]]:
+    """The completions after a step."""
+    section = {"prompts": ["Hello"], "max_new_tokens": 5} | settings
+    also = f"generation: {json.dumps(section)}\n"
+    short = ("--step_scheduler.max_steps=1", "--step_scheduler.val_every_steps=1")
+    unsaved = "--checkpoint.save_consolidated=false"
+    run = trained(commands, recipe, directory / "run", *short, unsaved, also=also)
+    return completions_of(run)[1]
+
+
+@pytest.fixture(scope="module")
+def unchanged(
+    recipe: Path, commands: CommandServer, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    return completions_with({}, recipe, commands, tmp_path_factory.mktemp("unchanged"))
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -164,15 +177,7 @@ def test_a_wrong_section_is_reported(recipe: Path, tmp_path: Path, also: str, wh
     ids=str,
 )
 def test_every_key_of_generation_changes_the_completions(
-    recipe: Path, commands: CommandServer, tmp_path: Path, changed: dict[str, Any]
+    recipe: Path, commands: CommandServer, tmp_path: Path, unchanged: Any, changed: dict[str, Any]
 ) -> None:
     """The keys of the section ``generation``, one by one."""
-    short = ("--step_scheduler.max_steps=2", "--checkpoint.save_consolidated=false")
-    found = []
-    for name, settings in (("before", {}), ("after", changed)):
-        section = {"prompts": ["Hello"], "max_new_tokens": 5} | settings
-        also = f"generation: {json.dumps(section)}\n"
-        run = trained(commands, recipe, tmp_path / name, *short, also=also)
-        found.append(completions_of(run)[2])
-    before, after = found
-    assert after != before
+    assert completions_with(changed, recipe, commands, tmp_path) != unchanged

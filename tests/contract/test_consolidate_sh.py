@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -29,14 +30,20 @@ sys.exit(int(os.environ.get("STUB_CODE", "0")))
 """
 
 
-def model_directory(path: Path, interpreter: str = sys.executable) -> Path:
-    """A directory with the script of a checkpoint that the Python at the path *interpreter* wrote."""
-    (path / ".hf_metadata").mkdir(parents=True, exist_ok=True)
+@functools.cache
+def script_text() -> str:
+    """The script of a checkpoint."""
     with tempfile.TemporaryDirectory() as run:
         script = checkpoint_in(Path(run), 1, scripted=True) / "model/consolidate.sh"
         text = script.read_text()
     assert shlex.quote(sys.executable) in text
-    text = text.replace(shlex.quote(sys.executable), shlex.quote(interpreter))
+    return text
+
+
+def model_directory(path: Path, interpreter: str = sys.executable) -> Path:
+    """A directory with the script of a checkpoint that the Python at the path *interpreter* wrote."""
+    (path / ".hf_metadata").mkdir(parents=True, exist_ok=True)
+    text = script_text().replace(shlex.quote(sys.executable), shlex.quote(interpreter))
     (path / "consolidate.sh").write_text(text)
     return path
 
@@ -119,36 +126,8 @@ def test_the_environment_reaches_the_tool(tmp_path: Path, stub: dict[str, str]) 
 
 def hostile_names(count: int) -> list[str]:
     chooser = random.Random(7)
-    alphabet = [
-        "$(touch PWNED)",
-        "`touch PWNED`",
-        "'",
-        '"',
-        "\\",
-        " ",
-        "\n",
-        ";touch PWNED;",
-        "&",
-        "|",
-        "*",
-        "?",
-        "[a]",
-        "${HOME}",
-        "~",
-        "#",
-        "!",
-        "-",
-        "é",
-        "\udcff",
-        "\t",
-        "{a,b}",
-        "<",
-        ">",
-        "%s",
-        "\\n",
-        "-n",
-        "x",
-    ]
+    words = ("$(touch PWNED)", "`touch PWNED`", ";touch PWNED;", "[a]", "${HOME}", "{a,b}", "-n")
+    alphabet = [*words, *"'\"\\ \n&|*?~#!-é\udcff\t<>x", "%s", "\\n"]
     fixed = ["-", "--", "-rf", " ", "\n", "trailing\n", "a\n\n", "'", '"', "~", "$HOME", "*"]
     return fixed + [
         "".join(chooser.choices(alphabet, k=chooser.randint(1, 6)))
@@ -156,8 +135,7 @@ def hostile_names(count: int) -> list[str]:
     ]
 
 
-@pytest.mark.slow
-def test_hundreds_of_hostile_path_names_execute_nothing(tmp_path: Path) -> None:
+def test_a_hundred_hostile_path_names_execute_nothing(tmp_path: Path) -> None:
     # The stub is a shell script here: hundreds of starts of an interpreter would take half a minute.
     tool, log = tmp_path / "python", tmp_path / "log"
     tool.write_text('#!/bin/sh\nprintf "%s\\0" "$@" >>"$STUB_LOG"\n')
@@ -169,7 +147,7 @@ def test_hundreds_of_hostile_path_names_execute_nothing(tmp_path: Path) -> None:
         "CONSOLIDATION_TOOL": str(tmp_path / "stub.py"),
         "STUB_LOG": str(log),
     }
-    names = sorted(set(hostile_names(250)))
+    names = sorted(set(hostile_names(100)))
     for number, name in enumerate(names):
         base = tmp_path / "h" / str(number)
         model = model_directory(base / name)
@@ -184,7 +162,7 @@ def test_hundreds_of_hostile_path_names_execute_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("PWNED"))
 
 
-@pytest.mark.parametrize("name", hostile_names(10))
+@pytest.mark.parametrize("name", ["-rf", "a\n\n", "'$HOME `*`\""])
 def test_hostile_path_names_work_with_the_real_tool(tmp_path: Path, name: str) -> None:
     checkpoint = checkpoint_in(tmp_path / "run", 20)
     model = tmp_path / "moved" / name

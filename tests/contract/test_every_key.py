@@ -475,6 +475,8 @@ CASES = [
     *lines(RUNS),
     *((key, value, [*words, "dry-run"]) for key, value, words in lines(DRY_RUNS)),
 ]
+FURTHER = ("distill.", "embedding.", "optimizer.groups.", "peft.", "profile.", "qat.")
+"""Sections that tests of their kinds also use: their keys are left to `make test-all`."""
 NAMED = {
     key: ROOT / file
     for line in ELSEWHERE.strip().splitlines()
@@ -485,7 +487,15 @@ _seen: dict[str, Any] = {}
 """The outcomes that several keys are compared with."""
 
 
-@pytest.mark.parametrize(("key", "value", "words"), CASES, ids=[key for key, _, _ in CASES])
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        pytest.param(
+            *case, id=case[0], marks=pytest.mark.further if case[0].startswith(FURTHER) else ()
+        )
+        for case in CASES
+    ],
+)
 def test_another_value_changes_what_happens_or_is_rejected(
     place: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str, words: list[str]
 ) -> None:

@@ -44,10 +44,14 @@ def test_one_line_writes_a_recipe_trains_it_and_resumes(
     assert written["peft"] == {"r": 16, "target_modules": "all-linear"}
     assert (directory / written["checkpoint"]["checkpoint_dir"] / "LATEST").exists()
     (directory / RECIPE).write_text("seed: 1\n")
-    done = commands.run("ckpt-train", *ONE_LINE, cwd=directory)
-    assert done.returncode == EXIT_USAGE
-    assert "a recipe with other content exists" in done.stderr
-    assert (directory / RECIPE).read_text() == "seed: 1\n"
+    for _ in range(2):
+        done = commands.run("ckpt-train", *ONE_LINE, cwd=directory)
+        assert done.returncode == EXIT_USAGE
+        assert done.stderr.startswith("error: a recipe with other content exists")
+        if (directory / RECIPE).is_file():
+            assert (directory / RECIPE).read_text() == "seed: 1\n"
+            (directory / RECIPE).unlink()
+            (directory / RECIPE).mkdir()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,23 +30,22 @@ def server() -> Iterator[HubServer]:
         yield running
 
 
-def run(
-    program: str, *words: str, directory: Path, environment: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    """Run a program in a new process, which reads the variables of the Hub as those of users do."""
-    path = Path(sys.executable).with_name(program)
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
-    return subprocess.run(
-        [path, *words], cwd=directory, env={**os.environ, **environment}, **options
-    )
+TRAIN = ("python", "-m", "tests.support.servers.hub_command", "ckpt-train")
 
 
-def test_a_gated_model_ends_the_run_after_one_request(server: HubServer, tmp_path: Path) -> None:
+def variables(of_hub: dict[str, str]) -> dict[str, str]:
+    """The environment of a command that uses the server."""
+    return {**os.environ, **of_hub, "PYTHONPATH": str(ROOT)}
+
+
+def test_a_gated_model_ends_the_run_after_one_request(
+    server: HubServer, commands: CommandServer, tmp_path: Path
+) -> None:
     server.reset()
     server.add("org/gated", {"config.json": b"{}"}, gated="manual")
     (tmp_path / "recipe.yaml").write_text(GATED)
-    environment = server.environment(str(tmp_path / "home"), token=None)
-    done = run("ckpt-train", "recipe.yaml", directory=tmp_path, environment=environment)
+    here = variables(server.environment(str(tmp_path / "home"), token=None))
+    done = commands.run(*TRAIN, "recipe.yaml", cwd=tmp_path, env=here)
     assert done.returncode == 2
     # One problem, and nothing before it.
     assert len(done.stderr.splitlines()) == 4
@@ -111,12 +109,11 @@ def test_models_are_uploaded_while_they_train_and_loaded_by_their_name(
     repository = server.add("org/base", {"config.json": b"{}"})
     repository.commit("v1", base, "weights")
     environment = server.environment(str(tmp_path / "home"))
-    train = ("python", "-m", "tests.support.servers.hub_command", "ckpt-train")
-    here = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    here = variables(environment)
     commit = repository.branches["v1"]
     for name, text in (("full", FULL), ("lora", LORA)):
         (tmp_path / f"{name}.yaml").write_text(text)
-        done = commands.run(*train, f"{name}.yaml", "-v", cwd=tmp_path, env=here)
+        done = commands.run(*TRAIN, f"{name}.yaml", "-v", cwd=tmp_path, env=here)
         assert done.returncode == 0, done.stderr
         assert f"base model: org/base at commit {commit[:12]}" in done.stderr + done.stdout
         assert TOKEN not in done.stderr + done.stdout
@@ -132,5 +129,7 @@ def test_models_are_uploaded_while_they_train_and_loaded_by_their_name(
 
     (tmp_path / "loaded.py").write_text(LOADED)
     export = tmp_path / "full/LATEST/model/consolidated"
-    done = run("python", "loaded.py", str(export), directory=tmp_path, environment=environment)
+    # A new process, which reads the variables of the Hub as those of users do.
+    command = [sys.executable, "loaded.py", str(export)]
+    done = subprocess.run(command, cwd=tmp_path, env=here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

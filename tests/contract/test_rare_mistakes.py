@@ -114,12 +114,6 @@ def test_a_row_whose_text_is_damaged(tmp_path: Path, capsys: Capture) -> None:
     assert str(path) in said
 
 
-def test_a_recipe_is_not_copied_over_another(tmp_path: Path, capsys: Capture) -> None:
-    words = ("--copy", "llm_finetune/tiny_llama_lora", tmp_path)
-    assert train([str(word) for word in words]) == 0
-    assert "the recipe cannot be copied" in problem(capsys, *words)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["pin"], "no checkpoint found"), (["prune", "--keep-last", "1"], "no checkpoints found")],

@@ -63,19 +63,6 @@ def talks(template: str, said: str, **files: bytes | str) -> Mistake:
     return Mistake((section, given), said, {"talk.jsonl": TALK} | files)
 
 
-def rows(kind: str, said: str, *more: str) -> Mistake:
-    return Mistake(
-        (f"--dataset={{_target_: tests.support.runs.training_parts.samples, kind: {kind}}}", *more),
-        said,
-    )
-
-
-def part(section: str, name: str, said: str) -> Mistake:
-    return Mistake(
-        (f"--{section}={{_target_: tests.support.runs.training_parts.part, name: {name}}}",), said
-    )
-
-
 def images(path: str, said: str, *more: str, **files: bytes | str) -> Mistake:
     section = f"--dataset={{_target_: automodel_ckpt.data.vlm.conversations, path: '@/{path}'}}"
     return Mistake(
@@ -103,6 +90,45 @@ def tokens(said: str, **files: str) -> Mistake:
 
 
 STREAMED = "--dataset.streaming"
+OF_ONE_KEY = r"""
+optimizer={_target_: torch.optim.SGD, lr: -3} | calling torch.optim.SGD failed[\s\S]*rate: -3
+model={_target_: transformers.AutoModel.from_pretrained} | failed[\s\S]*pretrained_model_name
+optimizer={_target_: torch.optim.LBFGS} | evaluates the loss several times[\s\S]*LBFGS.step\(closure\)
+model.attn_implementation=flex_attention | no backward pass on the CPU[\s\S]*sdpa
+model={from_config: {model_type: bert, hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}} |
+    is an encoder[\s\S]*a bert model[\s\S]*is_decoder: true
+model.from_config={model_type: gemma3_text, use_bidirectional_attention: true} |
+    is an encoder[\s\S]*use_bidirectional_attention: true\s+hint: [^{]*train encoders$
+model.from_config={model_type: bert-generation} | is an encoder[\s\S]*a bert-generation model[\s\S]*is_decoder: true
+model.from_config={model_type: xlnet} | is an encoder[\s\S]*attn_type: uni
+optimizer={_target_: transformers.Adafactor} | sets its own learning rates[\s\S]*relative_step
+lr_scheduler={_target_: torch.optim.lr_scheduler.ReduceLROnPlateau} |
+    needs more than the step[\s\S]*ReduceLROnPlateau.step\(metrics
+optimizer={_target_: tests.support.runs.training_parts.part, name: relu} | is not a torch.optim.Optimizer
+model={_target_: tests.support.runs.training_parts.part, name: config} | is not a torch.nn.Module
+model={_target_: tests.support.runs.training_parts.part, name: lazy} | are not initialized[\s\S]*2 of 2, the first w
+model={_target_: tests.support.runs.training_parts.part, name: shared} |
+    share memory[\s\S]*0.weight, 1.weight[\s\S]*assign the parameter itself
+dataset={_target_: tests.support.runs.training_parts.samples, kind: input_ids} |
+    input_ids outside of the model's vocabulary[\s\S]*9999; [\s\S]*from 0 to \d
+dataset={_target_: tests.support.runs.training_parts.samples, kind: labels} |
+    labels outside of the model's vocabulary[\s\S]*-7; the model
+dataset={_target_: tests.support.runs.training_parts.samples, kind: attention_mask} |
+    already padded[\s\S]*1 of 4 tokens
+dataset={_target_: tests.support.runs.training_parts.splits} | neither map-style nor iterable[\s\S]*value:  train
+loss_fn={_target_: torch.nn.MSELoss} | does not accept logits[\s\S]*CrossEntropyLoss
+distributed.backend=cpu:gloo,cuda:nccl | unknown torch.distributed backend, or one that this node has no device for
+distributed.backend=mpi | unknown torch.distributed backend
+distributed.backend=foo | unknown torch.distributed backend
+loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean} | has to be the sum over the labels
+loss_fn={_target_: tests.support.runs.training_parts.mean_loss} |
+    the loss is a mean[\s\S]*training_parts.mean_loss: ([\d.]+) for \d+ labels, \1[\s\S]*return the sum
+peft={r: 4, base_dir: /proc/x} | the base model cannot be written[\s\S]*peft.base_dir
+processor={_target_: automodel_ckpt.examples.data.digits.processor} | has a tokenizer, not a processor
+init_from={path: some-organisation/some-model} | not in the cache[\s\S]*hf download some-organisation/some-model
+model.attn_implementation=flash_attention_2 | FlashAttention[\s\S]*attn_implementation to sdpa
+"""
+"""An override and what the message has to say: mistakes that need no files."""
 MISTAKES = {
     "blank lines": texts("a.jsonl", "\n\n", r"the data file is empty[\s\S]*a.jsonl"),
     "a stream of nothing": texts("a.jsonl", "", "the data file is empty", STREAMED),
@@ -220,71 +246,17 @@ MISTAKES = {
         {"a.txt": "".join(f"{'a ' * n}\n" for n in range(1, 9))},
         1,
     ),
-    "arguments that a library refuses": Mistake(
-        ("--optimizer={_target_: torch.optim.SGD, lr: -3}",),
-        r"calling torch.optim.SGD failed[\s\S]*rate: -3",
-    ),
-    "an argument that a library needs": Mistake(
-        ("--model={_target_: transformers.AutoModel.from_pretrained}",),
-        r"failed[\s\S]*pretrained_model_name",
-    ),
-    "an optimizer that computes the loss itself": Mistake(
-        ("--optimizer={_target_: torch.optim.LBFGS}",),
-        r"evaluates the loss several times[\s\S]*LBFGS.step\(closure\)",
-    ),
     "an optimizer for whole parameters": Mistake(
         ("--optimizer={_target_: torch.optim.Adafactor}", "--distributed.strategy=fsdp2"),
         r"cannot update sharded parameters[\s\S]*Adafactor: aten",
-    ),
-    "an attention without a backward pass": Mistake(
-        ("--model.attn_implementation=flex_attention",), r"no backward pass on the CPU[\s\S]*sdpa"
     ),
     "an encoder and a decoder": pretrained(
         r"does not support this kind of model[\s\S]*a t5 model \(T5Model\), which AutoModelForCausalLM",
         **{"config.json": '{"model_type": "t5", "architectures": ["T5Model"]}'},
     ),
-    "an encoder": Mistake(
-        (
-            "--model={from_config: {model_type: bert, hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}}",
-        ),
-        r"is an encoder[\s\S]*a bert model[\s\S]*is_decoder: true",
-    ),
     "an attention that the model does not support": Mistake(
         ("--model.from_config={model_type: gpt_oss}", "--model.attn_implementation=sdpa"),
         r"GptOssForCausalLM does not support[\s\S]*set model.attn_implementation to sdpa or eager",
-    ),
-    "a decoder that sees later tokens": Mistake(
-        ("--model.from_config={model_type: gemma3_text, use_bidirectional_attention: true}",),
-        r"is an encoder[\s\S]*use_bidirectional_attention: true\s+hint: [^{]*train encoders$",
-    ),
-    "a generator made of an encoder": Mistake(
-        ("--model.from_config={model_type: bert-generation}",),
-        r"is an encoder[\s\S]*a bert-generation model[\s\S]*is_decoder: true",
-    ),
-    "a model of permutations": Mistake(
-        ("--model.from_config={model_type: xlnet}",), r"is an encoder[\s\S]*attn_type: uni"
-    ),
-    "an optimizer for sparse gradients": Mistake(
-        ("--optimizer={_target_: torch.optim.SparseAdam}",),
-        r"sparse gradients only[\s\S]*AdamW",
-    ),
-    "an optimizer that computes its rates, and a schedule": Mistake(
-        ("--optimizer={_target_: transformers.Adafactor}",),
-        r"sets its own learning rates[\s\S]*relative_step",
-    ),
-    "a schedule that follows the loss": Mistake(
-        ("--lr_scheduler={_target_: torch.optim.lr_scheduler.ReduceLROnPlateau}",),
-        r"needs more than the step[\s\S]*ReduceLROnPlateau.step\(metrics",
-    ),
-    "no optimizer": part("optimizer", "relu", "is not a torch.optim.Optimizer"),
-    "no model": part("model", "config", "is not a torch.nn.Module"),
-    "a model without values": part(
-        "model", "lazy", r"are not initialized[\s\S]*2 of 2, the first w"
-    ),
-    "parameters that share memory": part(
-        "model",
-        "shared",
-        r"share memory[\s\S]*0.weight, 1.weight[\s\S]*assign the parameter itself",
     ),
     "a model for classes": Mistake(
         (
@@ -292,49 +264,12 @@ MISTAKES = {
         ),
         r"no logits for each token[\s\S]*shape \[4, 2\] for \[4, \d+\] tokens",
     ),
-    "tokens of another tokenizer": rows(
-        "input_ids", r"input_ids outside of the model's vocabulary[\s\S]*9999; [\s\S]*from 0 to \d"
-    ),
-    "labels of another tokenizer": rows(
-        "labels", r"labels outside of the model's vocabulary[\s\S]*-7; the model"
-    ),
-    "padded samples": rows("attention_mask", r"already padded[\s\S]*1 of 4 tokens"),
-    "padded samples to be packed": rows(
-        "attention_mask", r"already padded", "--packed_sequence.size=16"
-    ),
-    "a dictionary of data sets": Mistake(
-        ("--dataset={_target_: tests.support.runs.training_parts.splits}",),
-        r"neither map-style nor iterable[\s\S]*value:  train",
-    ),
-    "a loss for other things": Mistake(
-        ("--loss_fn={_target_: torch.nn.MSELoss}",),
-        r"does not accept logits[\s\S]*CrossEntropyLoss",
-    ),
-    "a backend without its device": Mistake(
-        ("--distributed.backend=cpu:gloo,cuda:nccl",),
-        r"unknown torch.distributed backend, or one that this node has no device for",
-    ),
-    "a backend that torch lacks": Mistake(
-        ("--distributed.backend=mpi",), "unknown torch.distributed backend"
-    ),
-    "a backend of no name": Mistake(
-        ("--distributed.backend=foo",), "unknown torch.distributed backend"
-    ),
-    "a mean for a loss": Mistake(
-        ("--loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean}",),
-        "has to be the sum over the labels",
-    ),
-    "a mean of a user's own": Mistake(
-        ("--loss_fn={_target_: tests.support.runs.training_parts.mean_loss}",),
-        r"the loss is a mean[\s\S]*training_parts.mean_loss: ([\d.]+) for \d+ labels, \1[\s\S]*return the sum",
-    ),
-    "a base that cannot be written": Mistake(
-        ("--peft={r: 4, base_dir: /proc/x}",),
-        r"the base model cannot be written[\s\S]*peft.base_dir",
-    ),
-    "a processor for text": Mistake(
-        ("--processor={_target_: automodel_ckpt.examples.data.digits.processor}",),
-        "has a tokenizer, not a processor",
+    "padded samples to be packed": Mistake(
+        (
+            "--dataset={_target_: tests.support.runs.training_parts.samples, kind: attention_mask}",
+            "--packed_sequence.size=16",
+        ),
+        r"already padded",
     ),
     "a tokenizer for images": Mistake(
         ("--tokenizer={from_pretrained: x}",), "is part of its processor", {}, 2, DIGITS
@@ -363,14 +298,6 @@ MISTAKES = {
         {"run/training.jsonl/x": ""},
         EXIT_SAVE_FAILED,
     ),
-    "weights of the Hub to begin with": Mistake(
-        ("--init_from={path: some-organisation/some-model}",),
-        r"not in the cache[\s\S]*hf download some-organisation/some-model",
-    ),
-    "an attention that is not installed": Mistake(
-        ("--model.attn_implementation=flash_attention_2",),
-        r"FlashAttention[\s\S]*attn_implementation to sdpa",
-    ),
     "a file to begin with": Mistake(
         ("--init_from={path: '@/a.safetensors'}",),
         "not a usable safetensors",
@@ -380,6 +307,12 @@ MISTAKES = {
     "weights to begin with": Mistake(
         ("--init_from={path: '@/no'}",), "there are no weights here", {}, EXIT_UNUSABLE
     ),
+    **{
+        override: Mistake((f"--{override}",), said)
+        for override, said in (
+            line.split(" | ") for line in OF_ONE_KEY.replace("|\n    ", "| ").strip().splitlines()
+        )
+    },
 }
 
 

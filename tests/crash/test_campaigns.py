@@ -17,6 +17,7 @@ from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, 
 
 SEED = 1
 """The same points in each run of the suite: `make crash` has the others."""
+FILE_SYSTEMS = ["ext4", pytest.param("xfs", marks=pytest.mark.further)]
 SECONDS = 120
 """More than the points of a test take where other processes keep the machine busy."""
 
@@ -48,9 +49,9 @@ def scenario(name: str) -> Scenario:
 
 
 def kills(subject: Subject, *names: str) -> Record:
-    """A sample of six kills."""
+    """A sample of three kills."""
     chosen = tuple(map(scenario, names))
-    limits: Any = {"points": 6, "seed": SEED, "seconds": SECONDS}
+    limits: Any = {"points": 3, "seed": SEED, "seconds": SECONDS}
     return calls.run("sample", (subject,), calls.judge_kill, chosen, **limits)
 
 
@@ -64,59 +65,59 @@ def last_calls(sweep: calls.Sweep, name: str, subject: Subject) -> list[int]:
 def test_no_kill_of_a_sample_loses_a_checkpoint() -> None:
     needs_calls()
     done = kills(OURS[2], "prune", "recover")
-    assert done.failures == [] and done.points == 6
+    assert done.failures == [] and done.points == 3
 
 
 def test_no_kill_of_a_sample_loses_a_checkpoint_that_is_written_in_the_background(
     sweep: calls.Sweep,
 ) -> None:
     subject, chosen = OURS_ASYNC[1], scenario("save")
-    for mode, at in (("rank1", 9), ("rank0", 25), ("both", 60)):
+    for mode, at in (("rank0", 25), ("both", 60)):
         _, wrong, call = calls.judge_kill(sweep, calls.Point(subject, chosen, mode, at))
         assert wrong == [], call
 
 
 def test_no_kill_of_a_sample_loses_or_changes_a_file_that_checkpoints_share() -> None:
     needs_calls()
-    done = kills(OURS_INCREMENTAL[0], "save", "prune", "back")
-    assert done.failures == [] and done.points == 6
+    done = kills(OURS_INCREMENTAL[0], "prune")
+    assert done.failures == [] and done.points == 3
 
 
 @pytest.mark.parametrize("name", [pytest.param("save", marks=pytest.mark.further), "back"])
 def test_a_kill_at_the_last_calls_of_a_save_leaves_both_pointers_right_after_the_next_start(
     sweep: calls.Sweep, name: str
 ) -> None:
-    for at in random.Random(SEED).sample(last_calls(sweep, name, OURS[0])[:14], 5):
+    for at in random.Random(SEED).sample(last_calls(sweep, name, OURS[0])[:14], 3):
         _, wrong, call = calls.judge_kill(sweep, calls.Point(OURS[0], scenario(name), "rank0", at))
         assert wrong == [], call
 
 
-@pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
+@pytest.mark.parametrize("file_system", FILE_SYSTEMS)
 def test_what_had_returned_is_there_after_a_power_cut(file_system: str) -> None:
     if reason := power.unsupported(file_system):
         pytest.skip(reason)
-    done = power.run(OURS[:1], (file_system,), points=4, seed=SEED, seconds=SECONDS)
-    assert done.failures == [] and done.points == 4
+    done = power.run(OURS[:1], (file_system,), points=2, seed=SEED, seconds=SECONDS)
+    assert done.failures == [] and done.points == 2
 
 
-@pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
+@pytest.mark.parametrize("file_system", FILE_SYSTEMS)
 def test_a_power_cut_loses_no_file_that_checkpoints_share(file_system: str) -> None:
     if reason := power.unsupported(file_system):
         pytest.skip(reason)
-    done = power.run(OURS_INCREMENTAL[1:2], (file_system,), points=4, seed=SEED, seconds=SECONDS)
-    assert done.failures == [] and done.points == 4
+    done = power.run(OURS_INCREMENTAL[1:2], (file_system,), points=2, seed=SEED, seconds=SECONDS)
+    assert done.failures == [] and done.points == 2
 
 
 def test_no_failing_call_of_a_sample_does_more_than_fail_the_save() -> None:
     needs_calls()
-    limits: Any = {"points": 6, "seed": SEED, "seconds": SECONDS}
-    done = calls.run("faults", OURS, calls.judge_fault, calls.FAULTS, **limits)
-    assert done.failures == [] and done.points == 6
+    limits: Any = {"points": 3, "seed": SEED, "seconds": SECONDS}
+    done = calls.run("faults", OURS[:1], calls.judge_fault, calls.FAULTS, **limits)
+    assert done.failures == [] and done.points == 3
 
 
 def test_every_flipped_bit_of_a_sample_is_found_and_named() -> None:
-    done = flips.run(OURS, points=200, seed=SEED, seconds=SECONDS)
-    assert done.failures == [] and done.points > 300
+    done = flips.run(OURS[:1], points=50, seed=SEED, seconds=SECONDS)
+    assert done.failures == [] and done.points > 100
 
 
 @pytest.mark.further
@@ -130,6 +131,7 @@ def test_plain_ways_of_saving_are_measured_by_the_same_sweeps() -> None:
     assert flipped.outcomes["wrong values, unnoticed"] > 5
 
 
+@pytest.mark.further
 def test_a_killed_trainer_ends_where_an_undisturbed_one_ends(
     commands: CommandServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -15,35 +16,36 @@ from tests.support import ranks
 from tests.support.runs.training import train
 
 HERE = Path(__file__).parent / "runs"
-OVERRIDES = {name: overrides for name, (_, _, overrides) in RUNS.items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_of_an_older_version_continues_with_the_losses_that_it_would_have_had(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def continued(directory: Path, overrides: tuple[str, ...]) -> None:
+    os.chdir(directory)
+    options = ("--checkpoint.checkpoint_dir=run", "--checkpoint.save_consolidated=false")
+    train(Path("recipe.yaml"), *options, *overrides)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_runs_of_an_older_version_continue_with_the_losses_that_they_would_have_had(
+    num_ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    archive = HERE / f"{name}.tar.xz"
-    assert archive.stat().st_size < 100_000
-    with tarfile.open(archive) as opened:
-        opened.extractall(tmp_path, filter="data")
-    monkeypatch.chdir(tmp_path)
-    assert main(["verify", "run"]) == 0, capsys.readouterr().out
+    runs = {name: overrides for name, (number, overrides) in RUNS.items() if number == num_ranks}
+    for name in runs:
+        archive = HERE / f"{name}.tar.xz"
+        assert archive.stat().st_size < 100_000
+        with tarfile.open(archive) as opened:
+            opened.extractall(tmp_path / name, filter="data")
+        assert main(["verify", str(tmp_path / name / "run")]) == 0, capsys.readouterr().out
+    trainings = [partial(continued, tmp_path / name, runs[name]) for name in runs]
+    ranks.run_each(trainings, num_ranks)
 
-    options = (
-        "--checkpoint.checkpoint_dir=run",
-        "--checkpoint.save_consolidated=false",
-        *OVERRIDES[name],
-    )
-    ranks.run(partial(train, Path("recipe.yaml"), *options), RUNS[name][0], init=False)
-
-    lines = [json.loads(line) for line in Path("run/training.jsonl").read_text().splitlines()]
-    losses = {record["step"]: record["loss"] for record in lines if "event" not in record}
-    expected = {
-        int(step): loss for step, loss in json.loads(Path("expected.json").read_text()).items()
-    }
-    assert losses == pytest.approx(expected, rel=1e-6)
-    assert Path("run/LATEST").resolve().name == "epoch_1_step_6"
-    assert (Path("run") / KEPT_STEP / "MANIFEST.json").is_file()
+    for name in runs:
+        run = tmp_path / name / "run"
+        lines = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
+        losses = {record["step"]: record["loss"] for record in lines if "event" not in record}
+        expected = json.loads((tmp_path / name / "expected.json").read_text())
+        assert losses == pytest.approx({int(at): loss for at, loss in expected.items()}, rel=1e-6)
+        assert (run / "LATEST").resolve().name == "epoch_1_step_6"
+        assert (run / KEPT_STEP / "MANIFEST.json").is_file()
 
 
 def test_every_archive_has_an_entry() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.gpu import DEVICE, needs_gpu
+from tests.support.runs import plain
 from tests.support.servers.command_server import CommandServer
-from tools.gpu import plain
 from tools.support import ROOT
 
 RECIPE = ROOT / "examples" / "vlm_finetune" / "tiny_digits.yaml"

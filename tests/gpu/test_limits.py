@@ -11,8 +11,9 @@ import pytest
 
 from automodel_ckpt.errors import DeviceMemoryError
 from tests.support.gpu import DEVICE, HAS_GPU, needs_gpu, only_gpu
+from tests.support.runs import plain
 from tests.support.servers.command_server import CommandServer
-from tools.gpu import ours, plain
+from tools.gpu import ours
 from tools.gpu.shapes import LLAMA_1B, Work, write_base
 from tools.support import log_lines
 
@@ -37,7 +38,7 @@ def test_a_run_that_is_out_of_memory_says_in_which_step_and_what_to_change(
     assert done.returncode == DeviceMemoryError.exit_code, done.stderr
     assert "the device ran out of memory in the forward pass" in done.stderr
     assert "of step 1" in done.stderr and "largest micro-batch 128,000 tokens" in done.stderr
-    assert "--step_scheduler.local_batch_size=500" in done.stderr
+    assert "--step_scheduler.local_batch_size=N" in done.stderr
     # Without a traceback: the message is all that a user needs.
     assert "Traceback" not in done.stderr
 

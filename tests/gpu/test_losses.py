@@ -1,4 +1,4 @@
-"""Losses of recipes on a GPU against plain torch on the CPU, for every kind of row, attention, dtype and recomputation.
+"""Losses of recipes on a GPU against plain torch on the CPU: rows, attention, dtypes, recomputation, architectures.
 
 Each recipe runs as a command, so that it has the GPU's memory and state to itself. A case with ``on_cpu`` runs on the
 CPU too.
@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from tests.support.gpu import DEVICE, needs_gpu, only_gpu
+from tests.support.runs import plain
 from tests.support.servers.command_server import CommandServer
-from tools.gpu import ours, plain
+from tools.gpu import ours
 
 PACK = 96
 
@@ -96,6 +97,30 @@ CASES = {
         {**COMPILED, "model": {"dtype": "bfloat16"}}, tolerance=5e-2, is_exact=False
     ),
 }
+
+_HEADS: dict[str, Any] = {"head_dim": 16}
+_WINDOW: dict[str, Any] = {**_HEADS, "sliding_window": 16}
+_GEMMA: dict[str, Any] = {**_WINDOW, "query_pre_attn_scalar": 16}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gemma2": _GEMMA,
+    "qwen3_moe": {**_EXPERTS, **_HEADS, "num_experts": 4},
+    "mistral": {"sliding_window": 16},
+    "qwen3": _HEADS,
+    "gemma": _HEADS,
+    "gemma3_text": _GEMMA,
+    "cohere2": {"sliding_window": 16},
+    "glm4": _HEADS,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""model_type -> settings that differ from the common small ones."""
+for model_type in (
+    *ARCHITECTURES, "qwen2", "phi", "phi3", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "starcoder2", "cohere",
+    "olmo2", "granite", "stablelm", "smollm3",
+):  # fmt: skip
+    CASES[model_type] = Case(
+        settings={"model_type": model_type, **ARCHITECTURES.get(model_type, {})}
+    )
 
 
 def cases() -> list[Any]:

@@ -18,8 +18,9 @@ import torch
 
 from tests.gpu.test_losses import base_of, reference
 from tests.support.gpu import ALL_ON_CPU
+from tests.support.runs import plain
 from tests.support.servers.command_server import CommandServer
-from tools.gpu import ours, plain
+from tools.gpu import ours
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import yaml
 
 from tests.gpu.test_images import losses
 from tests.support.gpu import DEVICE, needs_gpu
+from tests.support.runs import plain
 from tests.support.servers.command_server import CommandServer
-from tools.gpu import plain
 from tools.support import ROOT
 
 EXAMPLES = ROOT / "examples"

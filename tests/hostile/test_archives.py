@@ -15,8 +15,8 @@ import pytest
 
 # Imported here: the sandbox reports the files that Python writes when a command imports it for the first time.
 import automodel_ckpt.convert.formats.nemo.archives  # noqa: F401
-from automodel_ckpt.cli import ckpt
-from tests.hostile.harness import bombs, sandbox
+from tests.hostile.harness import bombs
+from tests.hostile.harness.commands import check_harmless
 
 from .test_torch_files import NAMES as TORCH_FILES
 from .test_torch_files import content
@@ -121,18 +121,12 @@ CHOSEN = NAMES if bombs.EVERY else NAMES[::4]
 WEIGHTS = TORCH_FILES[3::16]
 
 
-def check(run: Path, tmp_path: Path, *arguments: str) -> None:
-    """Run ``ckpt``, and check that it fails with an error and changes nothing outside of *run*."""
-    outcome = sandbox.run(lambda: ckpt.main(list(arguments)), run)
-    report = f"{outcome.text[-2000:]}\n{outcome}"[:3000]
-    assert not outcome.violations, report
-    assert os.listdir(tmp_path) == ["run"], report
+def check(run: Path, command: str) -> None:
+    """Run ``ckpt`` on the archive in *run*, and check that it fails with an error and leaves nothing else there."""
+    check_harmless(run, command, run / "model.nemo", run / "imported")
     names = [name for name in sorted(os.listdir(run)) if "decoded" not in name]
-    assert names in (["model.nemo"], ["imported", "model.nemo"]), report
-    assert not list(run.rglob("archive.tar")), report
-    assert outcome.code == 3 and "Traceback" not in outcome.text, report
-    assert "this is a bug" not in outcome.text, report
-    assert outcome.seconds < sandbox.SECONDS and outcome.extra_bytes < sandbox.EXTRA_BYTES, report
+    assert names in (["model.nemo"], ["imported", "model.nemo"])
+    assert not list(run.rglob("archive.tar"))
 
 
 @pytest.mark.parametrize("command", ["unpack", "import"])
@@ -142,11 +136,10 @@ def test_a_hostile_archive_is_an_error_and_writes_nothing_elsewhere(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    source = run / "model.nemo"
-    source.write_bytes(ARCHIVES[name]())
+    (run / "model.nemo").write_bytes(ARCHIVES[name]())
     # Where a compressed archive is decompressed to.
     monkeypatch.setattr(tempfile, "tempdir", str(run))
-    check(run, tmp_path, command, str(source), str(run / "imported"))
+    check(run, command)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -159,7 +152,7 @@ def test_hostile_weights_in_an_archive_are_an_error(name: str, tmp_path: Path) -
         file.addfile(entry_of("model_config.yaml", size=len(CONFIG)), io.BytesIO(CONFIG))
         file.addfile(entry_of("model_weights.ckpt", size=len(data)), io.BytesIO(data))
     (run / "model.nemo").write_bytes(buffer.getvalue())
-    check(run, tmp_path, "import", str(run / "model.nemo"), str(run / "imported"))
+    check(run, "import")
 
 
 def packed(members: dict[str, bytes]) -> bytes:
@@ -194,4 +187,4 @@ def test_a_hostile_checkpoint_of_tensorrt_llm_is_an_error(name: str, tmp_path: P
     # The next member has bytes that a wrong range would read as data.
     members = {"config.json": config, "rank0.safetensors": weights, "z": bytes(8192)}
     (run / "model.nemo").write_bytes(packed(members))
-    check(run, tmp_path, "import", str(run / "model.nemo"), str(run / "imported"))
+    check(run, "import")

@@ -1,6 +1,6 @@
 """Compare the cost of saving, loading and consolidating with moving the same bytes, and with other programs.
 
-    python -m tools.bench.checkpoint [--size 1G] [--ranks 2] [--runs 3] [--docs] [--json FILE]
+    python -m tools.bench.checkpoint [--size 1G] [--ranks 2] [--runs 3] [--docs]
 
 A Llama-shaped bf16 model, sharded by FSDP2 over gloo ranks. Every row runs once in each round, so that changes in the
 machine's speed affect all rows equally. The figures are medians over the rounds. Ratios are relative to the first row
@@ -10,10 +10,8 @@ of the group, which moves the same number of bytes with system calls; seconds ar
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +42,7 @@ from tests.support import ranks
 from tools.bench import consolidate
 from tools.bench.harness import (
     LIMIT_SECONDS,
+    Group,
     Row,
     cold,
     data_files,
@@ -136,7 +135,7 @@ class Bench:
 
     def saving_rows(self) -> Iterator[Row]:
         def ours(name: str, **options: Any) -> Row:
-            return Row(f"ours: {name}", lambda d: self.ours(d, **options), ours=True)
+            return Row(f"ours: {name}", lambda d: self.ours(d, **options))
 
         hf, consolidated = self.dcp_hf, partial(self.dcp_hf, consolidated=True)
         yield Row("raw write + fsync", self.then_fsync(self.raw_write))
@@ -202,7 +201,7 @@ class Bench:
 
     def loading_rows(self, root: Path) -> Iterator[Row]:
         def ours(name: str, directory: str, verify: str) -> Row:
-            return Row(f"ours: {name}", lambda _: self.load(root / directory, verify), ours=True)
+            return Row(f"ours: {name}", lambda _: self.load(root / directory, verify))
 
         def torchs(name: str, reader: Callable[[], Any]) -> Row:
             state = self.model.state_dict
@@ -213,7 +212,7 @@ class Bench:
         yield ours("verify none", "ours", "none")
         yield ours("verify digest", "ours", "digest")
         yield ours("hf layout, verify digest", "layout", "digest")
-        yield Row("ours: verification only", lambda _: self.check(root), ours=True)
+        yield Row("ours: verification only", lambda _: self.check(root))
         yield Row("safetensors safe_open, copy_", lambda _: self.safetensors(root))
         hf = str(root / "torch/hf")
         yield torchs("HuggingFaceStorageReader", lambda: HuggingFaceStorageReader(hf))
@@ -229,14 +228,18 @@ class Bench:
         dist.barrier()
         started = time.perf_counter()
         row.run(directory)
-        seconds = torch.tensor(time.perf_counter() - started)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return float(seconds)
+        return self.slowest(time.perf_counter() - started)
 
-    def measure(self, root: Path, num_rounds: int) -> list[dict[str, Any]]:
+    def slowest(self, value: float) -> float:
+        """The largest value of all ranks."""
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return float(tensor)
+
+    def measure(self, root: Path, num_rounds: int) -> list[Group]:
         kept, nbytes = root / "kept", self.nbytes * self.size
 
-        def group(title: str, rows: Iterator[Row], prepare: Callable[[], None]) -> dict[str, Any]:
+        def group(title: str, rows: Iterator[Row], prepare: Callable[[], None]) -> Group:
             prepared = prepare if self.rank == 0 else lambda: None
             out = root / "out"
             return measure_group(title, nbytes, rows, num_rounds, out, prepared, self.timed)
@@ -247,56 +250,36 @@ class Bench:
         return [saving, group("loading, cold", self.loading_rows(kept), evict)]
 
 
-def _measure(size: int, root: Path, num_rounds: int) -> list[dict[str, Any]]:
+def _measure(size: int, root: Path, num_rounds: int) -> list[Group]:
     return Bench(size).measure(root, num_rounds)
 
 
-def as_text(results: dict[str, Any]) -> str:
-    """Format the results for a terminal."""
-    lines = [results["headline"]]
-    for group in results["groups"]:
-        lines += ["", f"{group['title']:46}{'ratio':>8}{'seconds':>9}{'GB/s':>7}"]
-        for row in group["rows"]:
-            seconds = statistics.median(row["seconds"])
-            speed = group["nbytes"] / 1e9 / seconds
-            lines.append(f"  {row['name']:44}{row['ratio']:8.2f}{seconds:9.2f}{speed:7.2f}")
-    return "\n".join(lines)
-
-
-def as_markdown(results: dict[str, Any]) -> str:
+def as_markdown(headline: str, groups: list[Group]) -> str:
     """The generated part of docs/performance.md."""
-    head = f"{results['headline']}. Medians; ratios are relative to the first row of each table."
-    parts = [head]
-    for group in results["groups"]:
-        rows = []
-        for row in group["rows"]:
-            seconds = f"{statistics.median(row['seconds']):.2f}"
-            rows.append((marked(row["name"], row["ours"]), f"{row['ratio']:.2f}", seconds))
-        parts += [f"### {group['title'].capitalize()}", table(("", "ratio", "seconds"), rows)]
+    parts = [f"{headline}. Medians; ratios are relative to the first row of each table."]
+    for title, rows in groups:
+        lines = [(marked(name), f"{ratio:.2f}", f"{seconds:.2f}") for name, ratio, seconds in rows]
+        parts += [f"### {title.capitalize()}", table(("", "ratio", "seconds"), lines)]
     return "\n\n".join(parts)
 
 
 def main() -> None:
+    """Measure and print."""
     parser = options_of(__doc__, 3)
     parser.add_argument("--size", type=parse_size, default="1G", help="bytes of weights (1G)")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times to a file")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given.directory) as name:
         root = Path(name)
         (root / "ranks").mkdir()
-        groups = ranks.run(
-            _measure, given.ranks, given.size, root / "ranks", given.runs, timeout=LIMIT_SECONDS
-        )[0]
+        arguments = (given.size, root / "ranks", given.runs)
+        groups = ranks.run(_measure, given.ranks, *arguments, timeout=LIMIT_SECONDS)[0]
         shutil.rmtree(root / "ranks")
         groups.append(consolidate.measure(root, given.size, given.runs))
-    headline = f"{given.size / 1e9:g} GB of weights, {machine()}"
-    results = {"size": given.size, "headline": headline, "groups": groups}
-    print(as_text(results))
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=2) + "\n")
+    block = as_markdown(f"{given.size / 1e9:g} GB of weights, {machine()}", groups)
+    print(block)
     if given.docs:
-        write_block("bench", as_markdown(results))
+        write_block("bench", block)
 
 
 if __name__ == "__main__":

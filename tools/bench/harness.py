@@ -34,14 +34,16 @@ def options_of(doc: str | None, runs: int) -> argparse.ArgumentParser:
     return parser
 
 
+Group = tuple[str, list[tuple[str, float, float]]]
+
+
 @dataclass
 class Row:
-    """One thing that is timed. *ours*: this project's. *slow*: known to take many times the base, so it runs twice.
-    *nbytes*: what it moves, where that is not what its group does; its ratio then is that of the times per byte."""
+    """One thing that is timed. *slow*: known to take many times the base, so it runs twice. *nbytes*: what it moves,
+    where that is not what its group does; its ratio then compares times per byte."""
 
     name: str
     run: Callable[[Path], object]
-    ours: bool = False
     slow: bool = False
     nbytes: int | None = None
     seconds: list[float] = field(default_factory=list)
@@ -55,9 +57,10 @@ def measure_group(
     directory: Path,
     prepare: Callable[[], object],
     timed: Callable[[Row, Path], float],
-) -> dict[str, Any]:
+) -> Group:
     """Run every row once per round, each in an empty directory, after *prepare*, so that a drift of the machine meets
-    all alike. Returns what JSON can store; ratios are medians over the rounds, relative to the first row."""
+    all alike. Returns the title, and (name, ratio, seconds) of each row: medians over the rounds, relative to the first
+    row."""
     every = list(rows)
     for turn in range(num_rounds):
         for row in every:
@@ -69,8 +72,8 @@ def measure_group(
         less = nbytes / (row.nbytes or nbytes)
         pairs = zip(row.seconds, every[0].seconds, strict=False)
         ratio = statistics.median(less * seconds / base for seconds, base in pairs)
-        plain.append({"name": row.name, "ours": row.ours, "seconds": row.seconds, "ratio": ratio})
-    return {"title": title, "nbytes": nbytes, "rows": plain}
+        plain.append((row.name, ratio, statistics.median(row.seconds)))
+    return title, plain
 
 
 def in_this_process(row: Row, directory: Path) -> float:
@@ -164,6 +167,6 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def marked(name: str, ours: bool) -> str:
-    """The name of a row in a table."""
-    return f"**{name}**" if ours else name
+def marked(name: str) -> str:
+    """The name of a row in a table, in bold type for this project's rows."""
+    return f"**{name}**" if name.startswith("ours") else name

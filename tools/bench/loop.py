@@ -5,8 +5,7 @@
 The bare loop and one other program alternate every few steps in one process, on one thread (:mod:`.loop_ways`),
 so that changes in the machine's speed affect both equally. (With all programs in one process, some were slowed down by
 what others left in it.) Each step is compared with the bare loop's steps next to it; the result is the median over all
-of them and all processes. ``--docs`` writes the figures to docs/performance.md. What was measured
-is printed if Ctrl-C ends the benchmark early.
+of them and all processes. ``--docs`` writes the figures to docs/performance.md.
 """
 
 from __future__ import annotations
@@ -18,183 +17,143 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tools.bench.harness import marked, options_of
-from tools.bench.loop_ways import PLAN, SIZES, Plan
+from tools.bench.loop_ways import PLAN, SIZES, Plan, recipe_of
 from tools.support import ROOT, environment, machine, table, train_words, write_block
 
 LONGEST_SECONDS = 600
 """After which a process counts as failed."""
-GROUPS: dict[str, list[str]] = {
-    "One process": ["bare", "bare, repeated", "accelerate", "Trainer", "ours"],
-    "Two ranks, FSDP2": ["bare, 2 ranks", "ours, 2 ranks"],
-    "Short answers (docstrings of at most 512 tokens)": [
-        "bare, padded docstrings",
-        "ours, packed docstrings",
-        "ours, docstrings",
-    ],
+ONE, SHORT = "One process", "Short answers (docstrings of at most 512 tokens)"
+GROUPS = {
+    ONE: ("bare", ["bare, repeated", "accelerate", "Trainer", "ours"]),
+    "Two ranks, FSDP2": ("bare, 2 ranks", ["ours, 2 ranks"]),
+    SHORT: ("bare, padded docstrings", ["ours, packed docstrings", "ours, docstrings"]),
 }
-"""The first of each is what the others are compared with, one by one."""
+"""The name of the bare loop, and the ways that are compared with it, one by one."""
 OTHER_ROUNDS = 3
 """Of the tables of several ranks and of short answers."""
-PEERS, PEER_ROUNDS = ["accelerate", "Trainer"], 3
-BESIDES = ["bare, repeated", *PEERS]
-"""What the largest model is not worth. The bare loop beside itself shows what is not the loop's: the second one of a
-process has the main thread and another part of the memory."""
-Found = list[dict[str, Any]]
-"""For each process, the steps of each way in it."""
+PEERS, PEER_ROUNDS = ("accelerate", "Trainer"), 3
+Steps = dict[str, list[Any]]
+Pairs = list[tuple[Steps, Steps]]
+"""For each process, the steps of the bare loop and of the other one."""
 
 
-def measure(ways: list[str], size: str, *, short: bool = False) -> dict[str, Any]:
-    """The steps of all *ways*, taking turns in fresh processes: those of ``ckpt-train``, if one is the recipe."""
+def measure(way: str, size: str) -> tuple[Steps, Steps]:
+    """The steps of the bare loop and of *way*, taking turns in fresh processes."""
     with tempfile.TemporaryDirectory(prefix="bench-loop-") as name:
         directory = Path(name)
-        plan = Plan(ways, size, str(directory / "figures"), short)
+        plan = Plan(way, size, str(directory / "figures"))
         command = [sys.executable, "-m", "tools.bench.loop_ways"]
-        if plan.last.run is None:
-            from tools.bench.launched_ways import recipe_of
-
+        if plan.way.run is None:
             recipe = directory / "recipe.yaml"
             recipe.write_text(json.dumps(recipe_of(plan)))
             place = f"--checkpoint.checkpoint_dir={directory / 'run'}"
-            command = train_words(f"--nproc-per-node={plan.ranks}", "--trust=tools", place, recipe)
+            ranks = f"--nproc-per-node={plan.way.ranks}"
+            command = train_words(ranks, "--trust=tools", place, recipe)
         variables = {PLAN: json.dumps(asdict(plan)), "TOKENIZERS_PARALLELISM": "false"}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(**variables))
-        try:
-            code = process.wait(LONGEST_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"no end after {LONGEST_SECONDS} s") from error
-        finally:
-            process.kill()
-        if code:
-            raise RuntimeError(f"a process ended with {code}, see above")
-        figures: dict[str, Any] = json.loads(Path(plan.output).read_text())
-        return figures
+        env = environment(**variables)
+        subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=LONGEST_SECONDS)
+        base, other = json.loads(Path(plan.output).read_text())
+        return base, other
 
 
-def compared(found: Found) -> list[dict[str, Any]]:
-    """Each way beside the first one: medians over the turns; with samples of different lengths over the rounds."""
-    first, names = next(iter(found[0])), dict.fromkeys(name for run in found for name in run)
-    return [_row(name, [(run[first], run[name]) for run in found if name in run]) for name in names]
+def row_of(name: str, pairs: Pairs, block: int) -> dict[str, Any]:
+    """A way compared with the bare loop: medians over the turns; with samples of different lengths over the rounds."""
 
-
-def _row(name: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
     def turns(clock: str) -> list[tuple[float, float]]:
-        return [
-            pair
-            for base, way in pairs
-            for pair in zip(_by_turn(base, clock), _by_turn(way, clock), strict=True)
-        ]
+        found: list[tuple[float, float]] = []
+        for base, way in pairs:
+            both = (_by_turn(steps[clock], block) for steps in (base, way))
+            found += zip(*both, strict=True)
+        return found
 
     wall, processor = turns("seconds"), turns("processor")
+    rates = [(_tokens_per_second(base), _tokens_per_second(way)) for base, way in pairs]
     return {
         "way": name,
         "ms": 1e3 * statistics.median(way for _, way in wall),
         "added_ms": 1e3 * statistics.median(way - base for base, way in wall),
         "added_cpu_ms": 1e3 * statistics.median(way - base for base, way in processor),
         "speed": statistics.median(base / way for base, way in wall),
-        "tokens_per_s": statistics.median(_tokens_per_second(way) for _, way in pairs),
-        "useful": statistics.median(
-            _tokens_per_second(way) / _tokens_per_second(base) for base, way in pairs
-        ),
+        "tokens_per_s": statistics.median(way for _, way in rates),
+        "useful": statistics.median(way / base for base, way in rates),
     }
 
 
-def _by_turn(way: dict[str, Any], clock: str) -> list[float]:
+def _by_turn(steps: list[float], block: int) -> list[float]:
     """The median step of each turn."""
-    steps, block = way[clock], way["block"]
     return [
         statistics.median(steps[start : start + block]) for start in range(0, len(steps), block)
     ]
 
 
-def _tokens_per_second(way: dict[str, Any]) -> float:
-    return float(sum(way["tokens"]) / sum(way["seconds"]))
+def _tokens_per_second(steps: Steps) -> float:
+    return float(sum(steps["tokens"]) / sum(steps["seconds"]))
 
 
-def as_markdown(results: Mapping[str, Any]) -> str:
+def run_table(group: str, size_name: str, num_rounds: int | None) -> list[dict[str, Any]]:
+    """The rows of one table, which are also printed after each round."""
+    size, (base_name, ways) = SIZES[size_name], GROUPS[group]
+    if group == ONE and not size.with_peers:
+        ways = ["ours"]
+    if importlib.util.find_spec("accelerate") is None:  # the extra bench is not installed
+        ways = [way for way in ways if way not in PEERS]
+    num_rounds = num_rounds or (size.rounds if group == ONE else OTHER_ROUNDS)
+    found: dict[str, Pairs] = {way: [] for way in ways}
+    for turn in range(num_rounds):
+        started = time.time()
+        for way in ways:
+            if way not in PEERS or turn < PEER_ROUNDS:
+                found[way].append(measure(way, size_name))
+        bases = [(base, base) for pairs in found.values() for base, _ in pairs]
+        rows = [row_of(name, pairs, size.block) for name, pairs in found.items()]
+        rows.insert(0, row_of(base_name, bases, size.block))
+        texts = [f"{row['way']} {row['ms']:.2f} ms ({row['useful']:.3f})" for row in rows]
+        what = f"{group}, {size_name}, round {turn + 1} of {num_rounds}"
+        seconds = f"{time.time() - started:.0f} s"
+        print(f"{what}, {seconds}: {', '.join(texts)}", file=sys.stderr, flush=True)
+    return rows
+
+
+def tables_of(sizes: list[str], num_rounds: int | None) -> Iterator[str]:
     """The generated part of docs/performance.md."""
-    head = (
+    yield (
         f"{machine()}; one thread per process. "
         "Added: milliseconds per step more than the first row, in wall time and in processor time. "
         "Speed: tokens per second without padding, relative to the first row."
     )
-    parts = [head]
-    for title, rows in results["tables"].items():
-        is_of_samples = "answers" in title
-        header = ["", "ms per step", "added", "processor time", "speed"]
-        if is_of_samples:
-            header = ["", "tokens per second", "speed"]
+    middle = sizes[-2:][0]
+    places = [(ONE, size) for size in sizes] + [(group, middle) for group in GROUPS if group != ONE]
+    for group, size in places:
         lines = []
-        for row in rows:
+        for row in run_table(group, size, num_rounds):
             cells = [f"{row['tokens_per_s']:,.0f}", f"{row['useful']:.2f}"]
-            if not is_of_samples:
+            if group != SHORT:
                 added = [f"{row['added_ms']:+.2f}", f"{row['added_cpu_ms']:+.2f}"]
                 cells = [f"{row['ms']:.2f}", *added, f"{row['speed']:.3f}"]
-            lines.append((marked(row["way"], row["way"].startswith("ours")), *cells))
-        parts += [f"### {title}", table(header, lines, numbers=True)]
-    notes = [f"* {name}: {text}" for name, text in results["also"].items()]
-    return "\n\n".join([*parts, *notes])
+            lines.append((marked(row["way"]), *cells))
+        header = ["", "ms per step", "added", "processor time", "speed"]
+        if group == SHORT:
+            header = ["", "tokens per second", "speed"]
+        yield f"### {group}, {size}\n\n{table(header, lines, numbers=True)}"
 
 
-def tables_of(
-    sizes: list[str], num_rounds: int | None
-) -> Iterator[tuple[str, list[str], str, int]]:
-    """(title, ways, size, rounds) of each table."""
-    one, *others = GROUPS
-    middle = sizes[-2:][0]
-    for title, size in [(one, size) for size in sizes] + [(title, middle) for title in others]:
-        ways = [way for way in GROUPS[title] if SIZES[size].with_peers or way not in BESIDES]
-        rounds = num_rounds or (SIZES[size].rounds if title == one else OTHER_ROUNDS)
-        yield f"{title}, {size}", ways, size, rounds
-
-
-def run_table(
-    title: str, ways: list[str], size: str, num_rounds: int, results: dict[str, Any]
-) -> None:
-    """One table of the *results*, better after each round."""
-    found: Found = []
-    for turn in range(num_rounds):
-        started = time.time()
-        for way in ways[1:]:
-            if way not in PEERS or turn < PEER_ROUNDS:
-                found.append(measure([ways[0], way], size))
-        rows = results["tables"][title] = compared(found)
-        texts = [f"{row['way']} {row['ms']:.2f} ms ({row['useful']:.3f})" for row in rows]
-        what = f"{title}, round {turn + 1} of {num_rounds}, {time.time() - started:.0f} s"
-        print(f"{what}: {', '.join(texts)}", file=sys.stderr, flush=True)
-
-
-def main() -> int:
+def main() -> None:
+    """Measure and print."""
     parser = options_of(__doc__, 0)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     given = parser.parse_args()
-    results: dict[str, Any] = {"tables": {}, "also": {}}
-    failed, missing = False, []
-    if importlib.util.find_spec("accelerate") is None:
-        missing = PEERS
-        text = "not measured, since accelerate is not installed (extra bench)"
-        results["also"]["accelerate and Trainer"] = text
-    try:
-        measure(["bare"], given.sizes[0], short=True)  # warms file caches and prepares data
-        for title, ways, size, rounds in tables_of(given.sizes, given.runs):
-            try:
-                run_table(title, [w for w in ways if w not in missing], size, rounds, results)
-            except RuntimeError as error:
-                failed = True
-                results["also"][title] = f"not measured to the end: {error}"
-    except KeyboardInterrupt:
-        print(as_markdown(results))
-        return 130
-    print(as_markdown(results))
+    measure("bare, repeated", given.sizes[0])  # warms file caches and prepares data
+    block = "\n\n".join(tables_of(given.sizes, given.runs))
+    print(block)
     if given.docs:
-        write_block("bench-loop", as_markdown(results))
-    return 1 if failed else 0
+        write_block("bench-loop", block)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,4 @@
-"""The training loops that :mod:`tools.bench.loop` compares, and how those of one process take turns.
+"""The training loops that :mod:`tools.bench.loop` compares; in each process, one of them alternates with the bare loop.
 
 All train the same Llama on the same text with fused AdamW in float32 on one thread. The bare loop is forward, backward
 and step, without a metric; the others log loss and gradient norm (accelerate: the loss) in each step.
@@ -9,20 +9,31 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+from transformers.trainer_callback import PrinterCallback
+
+from automodel_ckpt.data.batches.sampler import permutation
+from automodel_ckpt.data.collate import PadCollator
+from automodel_ckpt.examples.data import python_docs
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.training.loop import TrainingLoop
 
 WARM_UP = 2
 """Blocks of steps that are not counted: the first includes the set-up."""
 DOCSTRINGS: dict[str, Any] = {"seq_length": 512, "max_samples": 4000}
 PACK = 1024
 PLAN = "BENCH_LOOP_PLAN"
-"""The environment variable with a :class:`Plan` as JSON."""
+"""The environment variable with the arguments of a :class:`Plan` as JSON."""
 
 
 @dataclass(frozen=True)
@@ -65,72 +76,43 @@ SIZES = {
 }
 
 
-class Turns:
-    """Loops in threads of one process run one at a time, a block of steps each, always in the same order."""
+@dataclass(frozen=True)
+class Way:
+    """A loop: what trains (None: the recipe that ``ckpt-train`` runs), on how many ranks, and on what."""
 
-    def __init__(self, names: list[str], block: int, blocks: int) -> None:
-        self.steps = {
-            name: Steps(block, (WARM_UP + blocks) * block, partial(self._pass_on, name))
-            for name in names
-        }
-        self._waiting = list(names)
-        self._changed = threading.Condition()
-        self._failed = False
-
-    def run(self, ways: Mapping[str, Callable[[Steps], None]]) -> None:
-        """Run all to their ends: the last one in this thread, since ours wants the main one."""
-        *others, mine = ways
-        threads = [
-            threading.Thread(target=self._run, args=(name, ways[name]), daemon=True)
-            for name in others
-        ]
-        for thread in threads:
-            thread.start()
-        self._run(mine, ways[mine])
-        for thread in threads:
-            thread.join()
-        if self._failed:
-            raise SystemExit("a loop failed, see above")
-
-    def _run(self, name: str, way: Callable[[Steps], None]) -> None:
-        try:
-            self._await(name)
-            self.steps[name].start()
-            way(self.steps[name])
-        except _AnotherFailed:
-            pass
-        except BaseException:
-            self._failed = True
-            raise
-        finally:
-            with self._changed:
-                self._waiting.remove(name)
-                self._changed.notify_all()
-
-    def _pass_on(self, name: str) -> None:
-        with self._changed:
-            self._waiting.append(self._waiting.pop(self._waiting.index(name)))
-            self._changed.notify_all()
-        self._await(name)
-
-    def _await(self, name: str) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting[0] == name or self._failed)
-        if self._failed:
-            raise _AnotherFailed
+    run: Callable[[Plan, Turns], None] | None = None
+    ranks: int = 1
+    docstrings: bool = False
+    packed: bool = False
 
 
-class _AnotherFailed(BaseException):
-    """Ends a loop from within."""
+@dataclass(frozen=True)
+class Plan:
+    """A loop and a size by their names, and the file in which rank 0 writes the figures."""
+
+    way_name: str
+    size_name: str
+    output: str
+
+    @property
+    def way(self) -> Way:
+        return WAYS[self.way_name]
+
+    @property
+    def size(self) -> Size:
+        return SIZES[self.size_name]
+
+    @property
+    def num_steps(self) -> int:
+        # Docstrings have different lengths: a dozen batches are not what an epoch is.
+        blocks = 4 * self.size.blocks if self.way.docstrings else self.size.blocks
+        return (WARM_UP + blocks) * self.size.block
 
 
 @dataclass
 class Steps:
     """How long steps took by the clock and in this process's processor time, and the tokens that each trained on."""
 
-    block: int
-    limit: int
-    pass_on: Callable[[], None]
     seconds: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -140,53 +122,69 @@ class Steps:
         """The next step begins now."""
         self._since = time.perf_counter(), time.process_time()
 
-    def note(self, tokens: int) -> bool:
-        """A step ended that trained on so many *tokens*, padding apart; whether it was the last one. After a block the
-        others have their turns."""
+    def note(self, tokens: int) -> None:
+        """A step ended that trained on so many *tokens*, padding apart, and the next one begins."""
         wall, processor = self._since
         self.seconds.append(time.perf_counter() - wall)
         self.processor.append(time.process_time() - processor)
         self.tokens.append(tokens)
-        is_last = len(self.seconds) >= self.limit
-        if not is_last and len(self.seconds) % self.block == 0:
-            self.pass_on()
         self.start()
-        return is_last
 
-    def plain(self) -> dict[str, Any]:
-        """The counted steps, for JSON."""
-        skipped = WARM_UP * self.block
-        names = ("seconds", "processor", "tokens")
-        return {name: getattr(self, name)[skipped:] for name in names} | {"block": self.block}
+
+class Turns:
+    """The steps of a loop, and those of a bare loop: after each block of steps, the bare loop takes as many."""
+
+    def __init__(self, plan: Plan) -> None:
+        torch.set_num_threads(1)
+        self._plan = plan
+        self._bare = bare(plan)
+        self.bare, self.other = Steps(), Steps()
+        self.other.start()
+
+    def note(self, tokens: int) -> bool:
+        """Note the end of a step of the loop, which trained on so many *tokens*. Returns whether it was the last."""
+        self.other.note(tokens)
+        block = self._plan.size.block
+        num_steps = len(self.other.seconds)
+        if num_steps % block == 0:
+            self.bare.start()
+            for _ in range(block):
+                self.bare.note(next(self._bare))
+            self.other.start()
+        return num_steps >= self._plan.num_steps
+
+    def write(self) -> None:
+        """Write the counted steps of both as rank 0; other ranks write nothing."""
+        if os.environ.get("RANK", "0") == "0":
+            skipped = WARM_UP * self._plan.size.block
+            names = ("seconds", "processor", "tokens")
+            figures = [
+                {name: getattr(steps, name)[skipped:] for name in names}
+                for steps in (self.bare, self.other)
+            ]
+            Path(self._plan.output).write_text(json.dumps(figures))
+
+
+# ---------------------------------------------------------------- loops
 
 
 def model_of(size: Size) -> Any:
-    import torch
-    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**size.config)).train()
 
 
 def dataset_of(plan: Plan) -> Any:
     """Prepared once and kept on disk."""
-    from automodel_ckpt.examples.data import python_docs
-
     tokenizer = python_docs.train_tokenizer(plan.size.vocab)
-    if plan.data == "blocks":
-        return python_docs.language_modeling(tokenizer, plan.size.length)
-    return python_docs.docstring_pairs(tokenizer, **DOCSTRINGS)
+    if plan.way.docstrings:
+        return python_docs.docstring_pairs(tokenizer, **DOCSTRINGS)
+    return python_docs.language_modeling(tokenizer, plan.size.length)
 
 
 def _batches(plan: Plan) -> Iterator[dict[str, Any]]:
     """Padded to the longest, as a DataLoader of one's own gives them, in the order in which ours trains on them."""
-    from torch.utils.data import DataLoader
-
-    from automodel_ckpt.data.batches.sampler import permutation
-    from automodel_ckpt.data.collate import PadCollator
-
     dataset, batch = dataset_of(plan), plan.size.batch
-    together, first = batch * plan.ranks, batch * int(os.environ.get("RANK", "0"))
+    together, first = batch * plan.way.ranks, batch * int(os.environ.get("RANK", "0"))
     for epoch in range(1000):
         order = permutation(len(dataset), 0, epoch, True).tolist()
         starts = range(first, len(order) - together + first + 1, together)
@@ -195,50 +193,44 @@ def _batches(plan: Plan) -> Iterator[dict[str, Any]]:
         yield from loader
 
 
-def bare(steps: Steps, plan: Plan) -> None:
-    """Forward, backward, fused AdamW; with more ranks FSDP2, each layer and the rest."""
-    import torch
-
+def bare(plan: Plan) -> Iterator[int]:
+    """Forward, backward, fused AdamW; with more ranks FSDP2. Yields the tokens of each step."""
     model = model_of(plan.size)
-    if plan.ranks > 1:
-        _shard(model)
+    if plan.way.ranks > 1:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for batch in _batches(plan):
         tokens = int(batch["attention_mask"].sum())
-        if plan.data == "blocks":
+        if not plan.way.docstrings:
             del batch["attention_mask"]
         model(**batch, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if steps.note(plan.ranks * tokens):
+        yield plan.way.ranks * tokens
+
+
+def repeated(plan: Plan, turns: Turns) -> None:
+    """The bare loop once more."""
+    for tokens in bare(plan):
+        if turns.note(tokens):
             return
 
 
-def _shard(model: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-
-
-def trainer(steps: Steps, plan: Plan) -> None:
+def trainer(plan: Plan, turns: Turns) -> None:
     """Hugging Face's Trainer, logging each step."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-    from transformers.trainer_callback import PrinterCallback
-
-    from automodel_ckpt.data.collate import PadCollator
 
     class Clock(TrainerCallback):
         def on_log(self, *_: Any, **__: Any) -> None:
-            if len(steps.seconds) < steps.limit:  # after the last step there is a summary
-                steps.note(plan.size.batch * plan.size.length)
+            if len(turns.other.seconds) < plan.num_steps:  # after the last step there is a summary
+                turns.note(plan.size.batch * plan.size.length)
 
     with tempfile.TemporaryDirectory(prefix="bench-loop-") as directory:
         arguments = TrainingArguments(
             directory,
             per_device_train_batch_size=plan.size.batch,
-            max_steps=steps.limit,
+            max_steps=plan.num_steps,
             logging_steps=1,
             disable_tqdm=True,
             report_to=[],
@@ -260,13 +252,9 @@ def trainer(steps: Steps, plan: Plan) -> None:
         made.train()
 
 
-def accelerated(steps: Steps, plan: Plan) -> None:
+def accelerated(plan: Plan, turns: Turns) -> None:
     """A loop of one's own through accelerate, clipped, with the loss read each step."""
-    import torch
     from accelerate import Accelerator  # type: ignore[import-untyped, import-not-found, unused-ignore]
-    from torch.utils.data import DataLoader
-
-    from automodel_ckpt.data.collate import PadCollator
 
     accelerator = Accelerator(cpu=True)
     dataset, model = dataset_of(plan), model_of(plan.size)
@@ -283,91 +271,89 @@ def accelerated(steps: Steps, plan: Plan) -> None:
             optimizer.step()
             optimizer.zero_grad()
             loss.item()
-            if steps.note(plan.size.batch * plan.size.length):
+            if turns.note(plan.size.batch * plan.size.length):
                 return
 
 
-@dataclass(frozen=True)
-class Way:
-    """A loop: what trains (None: the recipe that ``ckpt-train`` runs), on how many ranks, and on what."""
+# ---------------------------------------------------------------- ours
 
-    run: Callable[[Steps, Plan], None] | None = None
-    ranks: int = 1
-    data: str = "blocks"
-    packed: bool = False
+
+def recipe_of(plan: Plan) -> dict[str, Any]:
+    """The recipe file that trains as the bare loop does; JSON is YAML."""
+    size, way = plan.size, plan.way
+    docs = python_docs.__name__
+    builder = {"_target_": f"{docs}.language_modeling", "seq_length": size.length}
+    if way.docstrings:
+        builder = {"_target_": f"{docs}.docstring_pairs", **DOCSTRINGS}
+    batch = 1 if way.packed else size.batch
+    return {
+        "recipe": "tools.bench.loop_ways.Launched",
+        "seed": 0,
+        "model": {"from_config": {"model_type": "llama", **size.config}},
+        "tokenizer": {"_target_": f"{docs}.train_tokenizer", "vocab_size": size.vocab},
+        "dataset": builder,
+        "optimizer": {"lr": 1e-4},
+        "step_scheduler": {
+            "global_batch_size": batch * way.ranks,
+            "local_batch_size": batch,
+            "max_steps": plan.num_steps,
+            "num_epochs": None,
+            "ckpt_every_epochs": None,
+        },
+        "dataloader": {"drop_last": True},
+        "logging": {"level": "warning", "log_every_seconds": 600},
+        **({"packed_sequence": {"size": PACK}} if way.packed else {}),
+    }
+
+
+class TimedLoop(TrainingLoop):
+    """A loop that notes its steps, and neither validates nor saves."""
+
+    turns: Turns
+
+    def step(self, batch: Any, control: Any) -> Any:
+        due = super().step(batch, control)
+        self.turns.note(control.num_tokens)
+        return due
+
+    def end(self) -> None: ...
+
+    def validate_and_save(self, **due: Any) -> None: ...
+
+
+class Launched(LLMFinetune):
+    """Trains in turns with a bare loop, in the processes and the process group of ``ckpt-train``."""
+
+    loop_class = TimedLoop
+
+    def build_loop(self) -> TrainingLoop:
+        TimedLoop.turns = Turns(Plan(**json.loads(os.environ[PLAN])))
+        return super().build_loop()
+
+    def run(self) -> None:
+        super().run()
+        TimedLoop.turns.write()
 
 
 WAYS = {
-    "bare": Way(bare),
-    "bare, repeated": Way(bare),
+    "bare, repeated": Way(repeated),
     "accelerate": Way(accelerated),
     "Trainer": Way(trainer),
     "ours": Way(),
-    "bare, 2 ranks": Way(bare, ranks=2),
     "ours, 2 ranks": Way(ranks=2),
-    "bare, padded docstrings": Way(bare, data="docstrings"),
-    "ours, docstrings": Way(data="docstrings"),
-    "ours, packed docstrings": Way(data="docstrings", packed=True),
+    "ours, docstrings": Way(docstrings=True),
+    "ours, packed docstrings": Way(docstrings=True, packed=True),
 }
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Loops that alternate in the same processes, and the file in which rank 0 leaves the figures.
-
-    The last one begins, and has the main thread, which signals reach. *short*: one step of each.
-    """
-
-    ways: list[str]
-    size_name: str
-    output: str
-    short: bool = False
-
-    @classmethod
-    def of_this_process(cls) -> Plan:
-        return cls(**json.loads(os.environ[PLAN]))
-
-    @property
-    def last(self) -> Way:
-        return WAYS[self.ways[-1]]
-
-    @property
-    def ranks(self) -> int:
-        return self.last.ranks
-
-    @property
-    def data(self) -> str:
-        return self.last.data
-
-    @property
-    def size(self) -> Size:
-        size = SIZES[self.size_name]
-        if self.short:
-            return replace(size, block=1, blocks=1)
-        # Docstrings have different lengths: a dozen batches are not what an epoch is.
-        return size if self.data == "blocks" else replace(size, blocks=4 * size.blocks)
-
-    def turns(self) -> Turns:
-        return Turns(self.ways[::-1], self.size.block, self.size.blocks)
-
-    def train(self, turns: Turns, main: Callable[[Steps], None] | None = None) -> None:
-        """Train in this process, as the rank that RANK says, in turns; *main* is the recipe, if it is the last way."""
-        import torch
-
-        torch.set_num_threads(1)
-
-        def run(name: str, steps: Steps) -> None:
-            if (way := WAYS[name].run) is not None:
-                way(steps, self)
-            elif main is not None:
-                main(steps)
-
-        turns.run({name: partial(run, name) for name in self.ways})
-        if os.environ.get("RANK", "0") == "0":
-            figures = {name: turns.steps[name].plain() for name in self.ways}
-            Path(self.output).write_text(json.dumps(figures))
+def main() -> None:
+    """Train with a loop that needs no ``ckpt-train``."""
+    plan = Plan(**json.loads(os.environ[PLAN]))
+    assert plan.way.run is not None
+    turns = Turns(plan)
+    plan.way.run(plan, turns)
+    turns.write()
 
 
 if __name__ == "__main__":
-    plan = Plan.of_this_process()
-    plan.train(plan.turns())
+    main()

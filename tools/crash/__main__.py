@@ -8,67 +8,57 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests.support.servers.command_server import CommandServer
 from tools.crash import calls, flips, power, signals
-from tools.crash.place import Scenario
 from tools.crash.record import Record
 from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Subject
 from tools.crash.syscalls import unsupported as no_calls
 from tools.support import parser_of
 
 CANNOT_RUN = 3
-
-
-class Campaign(NamedTuple):
-    """What a campaign is about, what runs it, and what finds why it cannot run here (None: it can)."""
-
-    help: str
-    run: Callable[[argparse.Namespace], Iterable[Record]]
-    unsupported: Callable[[], str | None] = lambda: None
+Records = Iterator[Record]
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
     return {"points": options.points, "seed": options.seed, "seconds": options.seconds}
 
 
-def _calls(
-    text: str,
-    subjects: tuple[Subject, ...],
-    judge: calls.Judge = calls.judge_kill,
-    scenarios: tuple[Scenario, ...] = calls.SCENARIOS,
-) -> Campaign:
-    def run(options: argparse.Namespace) -> Iterator[Record]:
-        limits = _limits(options) | {"only": options.only}
-        yield calls.run(options.campaign, subjects, judge, scenarios, **limits)
-
-    return Campaign(text, run, no_calls)
+def _kills(options: argparse.Namespace, subjects: tuple[Subject, ...]) -> Records:
+    limits = _limits(options) | {"only": options.only}
+    yield calls.run(options.campaign, subjects, calls.judge_kill, **limits)
 
 
-def _power(text: str, subjects: tuple[Subject, ...]) -> Campaign:
-    return Campaign(text, lambda options: [power.run(subjects, **_limits(options))], power.no_disk)
+def _faults(options: argparse.Namespace, subjects: tuple[Subject, ...]) -> Records:
+    limits = _limits(options) | {"only": options.only}
+    yield calls.run(options.campaign, subjects, calls.judge_fault, calls.FAULTS, **limits)
 
 
-def _signals(text: str, phases: Sequence[str]) -> Campaign:
-    def run(options: argparse.Namespace) -> Iterator[Record]:
-        limits = {"seed": options.seed, "seconds": options.seconds}
-        with tempfile.TemporaryDirectory() as directory:
-            commands = CommandServer(Path(directory)).begin()
-            try:
-                yield signals.run(commands, phases, points_wanted=options.points, **limits)
-            finally:
-                commands.end()
-
-    return Campaign(text, run)
+def _power(options: argparse.Namespace, subjects: tuple[Subject, ...]) -> Records:
+    yield power.run(subjects, **_limits(options))
 
 
-def _baseline(options: argparse.Namespace) -> Iterator[Record]:
+def _flips(options: argparse.Namespace, subjects: tuple[Subject, ...]) -> Records:
+    yield flips.run(subjects, **_limits(options))
+
+
+def _signals(options: argparse.Namespace, phases: Mapping[str, float]) -> Records:
+    limits = _limits(options)
+    with tempfile.TemporaryDirectory() as directory:
+        commands = CommandServer(Path(directory)).begin()
+        try:
+            yield signals.run(commands, phases, points_wanted=limits.pop("points"), **limits)
+        finally:
+            commands.end()
+
+
+def _baseline(options: argparse.Namespace, subjects: tuple[Subject, ...]) -> Records:
     """A record for each other way of saving and each campaign: outcomes, no promises."""
     limits = _limits(options)
-    for subject in BASELINES:
+    for subject in subjects:
         if reason := no_calls():
             print(f"the kill sweep is left out: {reason}")
         else:
@@ -80,21 +70,26 @@ def _baseline(options: argparse.Namespace) -> Iterator[Record]:
         yield flips.run_baseline(subject, **limits)
 
 
-CAMPAIGNS = {
-    "kill": _calls("SIGKILL at every call that changes a file", OURS),
-    "kill-async": _calls("the same where saves are written in the background", OURS_ASYNC),
-    "kill-incremental": _calls("the same where saves share files", OURS_INCREMENTAL),
-    "faults": _calls(
-        "each call failing with ENOSPC and EIO", OURS, calls.judge_fault, calls.FAULTS
-    ),
-    "power": _power("the file system shut down under running saves (root)", OURS),
-    "power-incremental": _power("the same where saves share files (root)", OURS_INCREMENTAL),
+CAMPAIGNS: dict[str, tuple[str, Callable[..., Records], Any]] = {
+    "kill": ("SIGKILL at every call that changes a file", _kills, OURS),
+    "kill-async": ("the same where saves are written in the background", _kills, OURS_ASYNC),
+    "kill-incremental": ("the same where saves share files", _kills, OURS_INCREMENTAL),
+    "faults": ("each call failing with ENOSPC and EIO", _faults, OURS),
+    "power": ("the file system shut down under running saves (root)", _power, OURS),
+    "power-incremental": ("the same where saves share files (root)", _power, OURS_INCREMENTAL),
     # An asynchronous save writes the same files.
-    "flips": Campaign("flipped bits, damaged files", lambda o: [flips.run(OURS, **_limits(o))]),
-    "signals": _signals("SIGTERM, SIGUSR1, SIGINT in every phase of a training", signals.PHASES),
-    "endurance": _signals("a training killed again and again", signals.KILL),
-    "baseline": Campaign("kills, power cuts, flips of DCP and safetensors; counts only", _baseline),
+    "flips": ("flipped bits, damaged files", _flips, OURS),
+    "signals": ("SIGTERM, SIGUSR1, SIGINT in every phase of a training", _signals, signals.PHASES),
+    "endurance": ("a training killed again and again", _signals, signals.KILL),
+    "baseline": (
+        "kills, power cuts, flips of DCP and safetensors; counts only",
+        _baseline,
+        BASELINES,
+    ),
 }
+"""What each is about, what runs it, and on what."""
+UNSUPPORTED = {_kills: no_calls, _faults: no_calls, _power: power.no_disk}
+"""What finds why a campaign cannot run here."""
 
 
 def main() -> int:
@@ -106,18 +101,19 @@ def main() -> int:
         # What is tested here is meant to fail.
         logging.getLogger(name).setLevel(logging.CRITICAL)
     parser = parser_of(__doc__, prog="python -m tools.crash")
-    texts = "; ".join(f"{name}: {each.help}" for name, each in CAMPAIGNS.items())
+    texts = "; ".join(f"{name}: {text}" for name, (text, _, _) in CAMPAIGNS.items())
     parser.add_argument("campaign", choices=CAMPAIGNS, help=texts)
     parser.add_argument("--points", type=int, default=200, help="kills, cuts, flips, ... (200)")
     parser.add_argument("--seed", type=int, default=1, help="chooses points and instants (1)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long")
     parser.add_argument("--only", help="one point of a record to run again (kills, faults)")
     options = parser.parse_args()
-    campaign = CAMPAIGNS[options.campaign]
-    if reason := campaign.unsupported():
+    _, run, subjects = CAMPAIGNS[options.campaign]
+    reason = UNSUPPORTED[run]() if run in UNSUPPORTED else None
+    if reason:
         print(f"{options.campaign} cannot run here: {reason}")
         return CANNOT_RUN
-    return max(record.finish() for record in campaign.run(options))
+    return max(record.finish() for record in run(options, subjects))
 
 
 if __name__ == "__main__":

@@ -20,14 +20,13 @@ from itertools import cycle, zip_longest
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.errors import SaveFailed
 from tools.crash import inspect, jobs
 from tools.crash.jobs import Run
 from tools.crash.pair import KILLED, THROUGH, Outcome, Pair
 from tools.crash.place import NEXT_STEP, Place, Scenario, checked
 from tools.crash.record import Record
 from tools.crash.subjects import Loaded, Options, Subject, failed, found
-from tools.crash.syscalls import RENAMES, Call
+from tools.crash.syscalls import Call
 
 RANKS = {"both": (0, 1), "rank0": (0,), "rank1": (1,)}
 SCENARIOS = (
@@ -72,21 +71,15 @@ class Watcher:
     """Notes the calls of a run, and kills or fails at the chosen one."""
 
     pair: Pair
-    final: Path
     point: Point | None = None
     grace: float = 0.0
     calls: list[tuple[int, Call]] = field(default_factory=list)
     counted: int = 0
     met: Call | None = None
     """The call of the point, once it happened."""
-    renaming: bool = False
-    renamed: bool = False
 
     def __call__(self, rank: int, call: Call) -> int:
         self.calls.append((rank, call))
-        if rank == 0 and call.changes:
-            # The first rank's next call shows that its rename before has been carried out.
-            self.renamed = self.renamed or self.renaming
         point = self.point
         if point is not None and point.counts(rank, call):
             self.counted += 1
@@ -97,8 +90,6 @@ class Watcher:
                 self.pair.kill(RANKS[point.ranks])
                 self.pair.give_them(self.grace)
                 return KILLED
-        if rank == 0 and call.name in RENAMES and call.path == str(self.final):
-            self.renaming = True
         return THROUGH
 
 
@@ -111,7 +102,7 @@ class Sweep(Place):
         steps = () if scenario.step is None else (scenario.step,)
         with Pair(str(self.root)) as pair:
             grace = self.random.uniform(0, 0.03)
-            watcher = Watcher(pair, self.root / scenario.final, point, grace)
+            watcher = Watcher(pair, point, grace)
             job = Run(subject, self.root, steps, scenario.options)
             outcomes = pair.run(jobs.whole, job, decide=watcher)
         if point is None:
@@ -122,7 +113,7 @@ class Sweep(Place):
         self, pair: Pair, subject: Subject, scenario: Scenario, point: Point | None
     ) -> tuple[Watcher, list[Outcome]]:
         """Start on the scenario's directory, then save with the fault."""
-        watcher = Watcher(pair, self.root / scenario.final, point)
+        watcher = Watcher(pair, point)
         checked(pair.run(jobs.begin, Run(subject, self.root, (), scenario.options)))
         pair.tell(jobs.save, (scenario.step,))
         return watcher, pair.finish(watcher, seconds=LIMIT_SECONDS)
@@ -168,9 +159,6 @@ def judge_kill(sweep: Sweep, point: Point) -> tuple[str, list[str], object]:
         for name, digest in before.items()
         if digest not in kept and not (may_go and name not in after)
     ]
-    too_early = published and not watcher.renaming
-    if point.ranks != "rank1" and (too_early or (saves and watcher.renamed and not published)):
-        wrong.append("the final name is there before its rename, or not after it")
     wrong += inspect.damage(sweep.root) + _wrong_start(sweep, point, published)
     return "new" if published else "old", wrong, watcher.met
 
@@ -216,7 +204,7 @@ def judge_fault(sweep: Sweep, point: Point) -> tuple[str, list[str], object]:
         is_there = point.scenario.final in now
         if watcher.met is None:
             outcome, wrong = "not reached", failed("it fails", outcomes)
-        elif any(each.error is not None for each in outcomes):
+        elif any(each.kind for each in outcomes):
             outcome = "failed on both ranks"
             wrong = _wrong_failure(point, watcher.met, outcomes, sweep.root)
             wrong += [
@@ -239,11 +227,10 @@ def _wrong_failure(point: Point, call: Call, outcomes: list[Outcome], root: Path
     """Both ranks must say which rank met which error on which path."""
     wrong = []
     for rank, outcome in enumerate(outcomes):
-        error = outcome.error
-        if not isinstance(error, SaveFailed):
-            wrong.append(f"rank {rank} ended with {type(error).__name__}, no SaveFailed: {error}")
+        if outcome.kind != "SaveFailed":
+            wrong.append(f"rank {rank} ended with {outcome.kind}, no SaveFailed: {outcome.error}")
             continue
-        text = " | ".join(str(error).split("\n  "))
+        text = " | ".join(outcome.error.split("\n  "))
         said = {"rank": f"rank {point.ranks[-1]}", "errno": errno.errorcode[point.error]}
         for what, part in said.items():
             if part not in text:

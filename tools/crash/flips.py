@@ -1,6 +1,6 @@
-"""Bit flips: one bit of one file of a checkpoint at a time, then whole files damaged; each must be found and named.
+"""Damaged files: one bit flipped at a time, or a whole file damaged. Each damage must be found and named.
 
-Every flip is judged by the full check of all files' digests, as ``ckpt verify`` and a resume make it; every hundredth
+Each is judged by the full check of all files' digests, as ``ckpt verify`` and a resume make it; every hundredth flip
 also by a real two-rank start, which must fall back to the checkpoint before, and every tenth in a model's files by an
 export, which must refuse and write nothing.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,22 +33,52 @@ _NOT_EXPORTED = {f"model/{layout.CONSOLIDATE_SCRIPT}", f"model/{layout.DCP_METAD
 """An export reads offsets and digests from the manifest, and never the script."""
 
 
+def _truncate(path: Path, _: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _extend(path: Path, _: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def _link(path: Path, older: Path) -> None:
+    path.unlink()
+    path.symlink_to(older)
+
+
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "truncated": _truncate,
+    "emptied": lambda path, _: os.truncate(path, 0),
+    "extended": _extend,
+    "deleted": lambda path, _: path.unlink(),
+    "swapped": lambda path, older: shutil.copyfile(older, path),
+    "linked": _link,
+}
+"""What happens to a whole file; the second path is the same file of the older checkpoint."""
+
+
 @dataclass(frozen=True)
-class Flip:
-    """A bit of a file: *file* is relative to the checkpoint, *at* the byte, *bit* 0 to 7."""
+class Damage:
+    """A damaged *file* of a checkpoint: one of :data:`DAMAGES`, or ``flipped``, which is a *bit* of the byte *at*."""
 
     file: str
-    at: int
-    bit: int
+    kind: str
+    at: int = 0
+    bit: int = 0
 
-    def apply(self, checkpoint: Path) -> None:
-        """Flip it; a second time undoes it."""
-        descriptor = os.open(checkpoint / self.file, os.O_RDWR)
-        try:
-            (byte,) = os.pread(descriptor, 1, self.at)
-            os.pwrite(descriptor, bytes([byte ^ (1 << self.bit)]), self.at)
-        finally:
-            os.close(descriptor)
+    def apply(self, checkpoint: Path, older: Path) -> None:
+        path = checkpoint / self.file
+        if self.kind != "flipped":
+            DAMAGES[self.kind](path, older / self.file)
+            return
+        content = bytearray(path.read_bytes())
+        content[self.at] ^= 1 << self.bit
+        path.write_bytes(content)
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether an export reads the file."""
+        return self.file.startswith("model/") and self.file not in _NOT_EXPORTED
 
 
 class Bench(Place):
@@ -65,12 +95,13 @@ class Bench(Place):
         self.pair.run(jobs.end)
         return outcomes
 
-    def flip(self, directory: Path, files: list[str]) -> Flip:
+    def flip(self, directory: Path, files: list[str]) -> Damage:
         """Any bit of any file: half of the time all files are alike, half of the time all bytes."""
         sizes = [(directory / file).stat().st_size for file in files]
         weights = sizes if self.random.random() < 0.5 else None
         (index,) = self.random.choices(range(len(files)), weights=weights)
-        return Flip(files[index], self.random.randrange(sizes[index]), self.random.randrange(8))
+        at, bit = self.random.randrange(sizes[index]), self.random.randrange(8)
+        return Damage(files[index], "flipped", at, bit)
 
 
 def owners(manifest: Manifest, file: str, at: int) -> set[str]:
@@ -88,11 +119,6 @@ def owners(manifest: Manifest, file: str, at: int) -> set[str]:
     return found
 
 
-def is_exported(file: str) -> bool:
-    """Whether an export reads the file."""
-    return file.startswith("model/") and file not in _NOT_EXPORTED
-
-
 def problems_of(checkpoint: Path) -> list[Problem]:
     """All that reading the manifest and checking every digest finds."""
     try:
@@ -101,127 +127,78 @@ def problems_of(checkpoint: Path) -> list[Problem]:
         return list(error.problems)
 
 
-def judge(checkpoint: Path, manifest: Manifest, flip: Flip) -> tuple[str, list[str]]:
-    """Whether the flip, already made, is found, in this file and no other, and its tensor named and no other."""
+def judge(checkpoint: Path, manifest: Manifest, damage: Damage) -> tuple[str, list[str]]:
+    """Whether the damage, already done, is found in this file and no other; of a flip also the right tensors."""
     problems = problems_of(checkpoint)
     if not problems:
-        return "not found", ["not found"]
-    wrong = [f"{p.where} is named" for p in problems if Path(p.where) != checkpoint / flip.file]
-    right = owners(manifest, flip.file, flip.at)
-    value = " ".join(str(p.value) for p in problems)
+        return f"{damage.kind}: not found", ["not found"]
+    path = checkpoint / damage.file
+    wrong = [f"{problem.where} is named" for problem in problems if Path(problem.where) != path]
+    if damage.kind != "flipped":
+        return f"{damage.kind}: found", wrong if damage.file != layout.MANIFEST else []
+    right = owners(manifest, damage.file, damage.at)
+    value = " ".join(str(problem.value) for problem in problems)
     wrong += [f"{fqn} is not named" for fqn in right if f" {fqn}" not in value]
-    named = {
-        other
-        for tree in manifest.trees.values()
-        for other in tree.tensors
-        if f"tensor {other} " in value
-    }
-    wrong += [f"{fqn} is named" for fqn in named - right]
-    return ("found, tensor named" if right else "found, file named"), wrong
+    for tree in manifest.trees.values():
+        others = tree.tensors.keys() - right
+        wrong += [f"{fqn} is named" for fqn in others if f"tensor {fqn} " in value]
+    return ("flipped: found, tensor named" if right else "flipped: found, file named"), wrong
 
 
 def _wrong_export(checkpoint: Path) -> list[str]:
     """Exporting the damaged checkpoint must fail and leave no trace."""
-    before = sorted(str(path) for path in checkpoint.rglob("*"))
+    before = sorted(checkpoint.rglob("*"))
     try:
         consolidate(checkpoint, num_threads=1, log=lambda _: None)
     except CheckpointUnusable:
-        after = sorted(str(path) for path in checkpoint.rglob("*"))
-        return [] if after == before else ["the refused export left something"]
+        return [] if sorted(checkpoint.rglob("*")) == before else ["the export left something"]
     shutil.rmtree(checkpoint / "model" / layout.CONSOLIDATED, ignore_errors=True)
     return ["a damaged model was exported"]
 
 
-def _wrong_start(bench: Bench) -> list[str]:
-    right = Loaded(OLDER, OLDER)
-    return [
-        f"resumed from {o.value}, not {right}: {o.error}"
-        for o in bench.starts()
-        if o.value != right
-    ]
+def _wrong_start(bench: Bench, step: int) -> list[str]:
+    right = Loaded(step, step)
+    return [f"resumed from {o.value}: {o.error}" for o in bench.starts() if o.value != right]
 
 
-def flip_ours(bench: Bench, record: Record, points: int, end: float) -> None:
-    """Single bits of a checkpoint of this project."""
-    checkpoint = bench.root / f"epoch_0_step_{NEWER}"
-    manifest = Manifest.read(checkpoint)
-    files = [
-        file for file in (*manifest.files, layout.MANIFEST) if (checkpoint / file).stat().st_size
-    ]
-    for number in range(points):
-        if time.monotonic() > end:
-            return
-        flip = bench.flip(checkpoint, files)
-        flip.apply(checkpoint)
-        outcome, wrong = judge(checkpoint, manifest, flip)
-        if number % EVERY_EXPORT == 0 and is_exported(flip.file):
-            wrong += _wrong_export(checkpoint)
-            record.notes["exports refused"] = record.notes.get("exports refused", 0) + 1
-        if number % EVERY_START == 0:
-            wrong += _wrong_start(bench)
-            record.notes["starts that fell back"] = record.notes.get("starts that fell back", 0) + 1
-        flip.apply(checkpoint)
-        record.add(outcome, wrong, point=f"{bench.subject.name}/{flip}")
-    if problems_of(checkpoint) or any(o.value != Loaded(NEWER, NEWER) for o in bench.starts()):
-        record.add("mended", ["the mended checkpoint is refused"], point=bench.subject.name)
+def damages_of(bench: Bench, checkpoint: Path, files: list[str], points: int) -> Iterator[Damage]:
+    """Every damage of every whole file, then random flips."""
+    for file in files:
+        yield from (Damage(file, kind) for kind in DAMAGES)
+    filled = [file for file in files if (checkpoint / file).stat().st_size]
+    for _ in range(points):
+        yield bench.flip(checkpoint, filled)
 
 
-def _truncate(path: Path, _: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def _extend(path: Path, _: Path) -> None:
-    with open(path, "ab") as file:
-        file.write(b"\0")
-
-
-def _link(path: Path, older: Path) -> None:
-    path.unlink()
-    path.symlink_to(older)
-
-
-DAMAGES: dict[str, Callable[[Path, Path], object]] = {
-    "truncated": _truncate,
-    "emptied": lambda path, _: os.truncate(path, 0),
-    "extended": _extend,
-    "deleted": lambda path, _: path.unlink(),
-    "swapped": lambda path, older: shutil.copyfile(older, path),
-    "linked": _link,
-}
-
-
-def damage_files(bench: Bench, record: Record) -> None:
-    """Every file cut, extended, removed, exchanged with the older checkpoint's, or a link to it."""
+def check_all(bench: Bench, record: Record, points: int, seconds: float) -> None:
+    """Damage and mend the newer checkpoint again and again."""
     checkpoint, older = (bench.root / f"epoch_0_step_{step}" for step in (NEWER, OLDER))
     manifest = Manifest.read(checkpoint)
-    for file in (*manifest.files, layout.MANIFEST):
-        whole = (checkpoint / file).read_bytes()
-        for kind, damage in DAMAGES.items():
-            if not whole and kind in ("truncated", "emptied"):
-                continue
-            damage(checkpoint / file, older / file)
-            _judge_file(bench, record, checkpoint, file, whole, kind)
-            (checkpoint / file).unlink(missing_ok=True)
-            (checkpoint / file).write_bytes(whole)
-
-
-def _judge_file(
-    bench: Bench, record: Record, checkpoint: Path, file: str, whole: bytes, kind: str
-) -> None:
-    path = checkpoint / file
-    if path.is_file() and not path.is_symlink() and path.read_bytes() == whole:
-        return  # the older checkpoint's file is the same
-    problems = problems_of(checkpoint)
-    wrong = [] if problems else ["not found"]
-    if file != layout.MANIFEST:
-        wrong += [f"{p.where} is named" for p in problems if Path(p.where) != path]
-    if is_exported(file):
-        wrong += _wrong_export(checkpoint)
-    record.add(
-        f"file {kind}: found" if problems else f"file {kind}: not found",
-        wrong,
-        point=f"{bench.subject.name}/{file}/{kind}",
-    )
+    files = [*manifest.files, layout.MANIFEST]
+    end = time.monotonic() + seconds
+    num_flips = 0
+    for damage in damages_of(bench, checkpoint, files, points):
+        if time.monotonic() > end:
+            break
+        path = checkpoint / damage.file
+        whole = path.read_bytes()
+        if not whole and damage.kind in ("truncated", "emptied"):
+            continue
+        damage.apply(checkpoint, older)
+        is_same = path.is_file() and not path.is_symlink() and path.read_bytes() == whole
+        if not is_same:  # the older checkpoint can have the same file
+            outcome, wrong = judge(checkpoint, manifest, damage)
+            is_flip = damage.kind == "flipped"
+            if damage.is_exported and (not is_flip or num_flips % EVERY_EXPORT == 0):
+                wrong += _wrong_export(checkpoint)
+            if is_flip and num_flips % EVERY_START == 0:
+                wrong += _wrong_start(bench, OLDER)
+            num_flips += is_flip
+            record.add(outcome, wrong, point=f"{bench.subject.name}/{damage}")
+        path.unlink(missing_ok=True)
+        path.write_bytes(whole)
+    wrong = inspect.damage(bench.root) + _wrong_start(bench, NEWER)
+    record.add("mended", wrong, point=bench.subject.name)
 
 
 def run(subjects: tuple[Subject, ...], *, points: int, seed: int, seconds: float) -> Record:
@@ -229,10 +206,7 @@ def run(subjects: tuple[Subject, ...], *, points: int, seed: int, seconds: float
     record = Record("flips", {"points": points, "seed": seed, "seconds": seconds})
     for subject in subjects:
         with Bench(subject, seed) as bench:
-            damage_files(bench, record)
-            end = time.monotonic() + seconds / len(subjects)
-            flip_ours(bench, record, -(-points // len(subjects)), end)
-            record.notes.setdefault("whole at the end", []).append(inspect.damage(bench.root) == [])
+            check_all(bench, record, -(-points // len(subjects)), seconds / len(subjects))
     return record
 
 
@@ -246,9 +220,10 @@ def run_baseline(subject: Subject, *, points: int, seed: int, seconds: float) ->
         files = sorted(os.listdir(directory))
         while record.points < points and time.monotonic() < end:
             flip = bench.flip(directory, files)
-            flip.apply(directory)
+            whole = (directory / flip.file).read_bytes()
+            flip.apply(directory, directory)
             outcomes = bench.starts()
-            flip.apply(directory)
+            (directory / flip.file).write_bytes(whole)
             if not all(outcome.ok for outcome in outcomes):
                 record.add("an error")
                 continue

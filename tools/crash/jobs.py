@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import tempfile
@@ -76,25 +77,11 @@ def whole(run: Run) -> Loaded | None:
     return loaded
 
 
-@dataclass(frozen=True)
-class Ended:
-    """The save that failed in the end: its step, the kind and the text of its error."""
-
-    step: int
-    kind: str
-    text: str
-
-
-def save_until_it_fails(first: int) -> Ended:
+def save_until_it_fails(first: int) -> None:
     """Save step after step, reporting each that returned."""
-    step = first
-    while True:
-        try:
-            _sessions[-1].save(step)
-        except BaseException as error:  # DCP's CheckpointException is no Exception
-            return Ended(step, type(error).__name__, str(error))
+    for step in itertools.count(first):
+        save([step])
         progress(step)
-        step += 1
 
 
 def forget() -> None:

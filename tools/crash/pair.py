@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
-import pickle
-import select
 import shutil
 import signal
-import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing import Pipe, reduction
+from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 import torch
@@ -35,15 +32,17 @@ THROUGH, KILLED = 0, -1
 
 @dataclass
 class Outcome:
-    """How a rank ended a job: its value, or its error; neither where the rank died."""
+    """How a rank ended a job: its value, or the *kind* and the text of its error. Neither where the rank died."""
 
     value: Any = None
-    error: BaseException | None = None
+    kind: str = ""
+    error: str = ""
+    traceback: str = ""
     died: bool = False
 
     @property
     def ok(self) -> bool:
-        return self.error is None and not self.died
+        return not self.kind and not self.died
 
 
 @dataclass
@@ -65,29 +64,21 @@ class Pair:
         self._directory = tempfile.mkdtemp(prefix="pair-", dir="/dev/shm")
         self._end = float("inf")
         self.ranks: list[Rank] = []
-        handovers = [self._start(rank) for rank in range(NUM_RANKS)]
-        for rank, handover in zip(self.ranks, handovers, strict=True):
-            if watch is not None:
-                rank.listener = socket.recv_fds(handover, 1, 1)[1][0]
-            handover.close()
+        for number in range(NUM_RANKS):
+            mine, theirs = Pipe()
+            pid = os.fork()
+            if pid == 0:
+                mine.close()
+                _serve(number, self._directory, theirs, watch is not None)
+            theirs.close()
+            self.ranks.append(Rank(pid, mine))
         for rank in self.ranks:
             # A job that kills a rank must not begin before the other one has joined. One that cannot join
             # has ended, which the first job shows.
             with contextlib.suppress(EOFError, ConnectionResetError):
                 rank.link.recv()
-
-    def _start(self, rank: int) -> socket.socket:
-        mine, theirs = multiprocessing.Pipe()
-        here, there = socket.socketpair()
-        pid = os.fork()
-        if pid == 0:
-            mine.close()
-            here.close()
-            _serve(rank, self._directory, theirs, there if self._watch is not None else None)
-        theirs.close()
-        there.close()
-        self.ranks.append(Rank(pid, mine))
-        return here
+                if watch is not None:
+                    rank.listener = reduction.recv_handle(rank.link)
 
     @property
     def alive(self) -> bool:
@@ -119,16 +110,14 @@ class Pair:
         self, outcomes: dict[int, Outcome], decide: Decide | None, *, seconds: float = 0.05
     ) -> None:
         """Answer what the ranks ask within *seconds*; what they report goes to *outcomes* or their ``messages``."""
-        poll = select.poll()
-        sources: dict[int, tuple[int, bool]] = {}
+        sources: dict[Any, int] = {}
         for number, rank in enumerate(self.ranks):
-            for descriptor in (rank.link.fileno(), rank.listener) if number not in outcomes else ():
-                if descriptor is not None:
-                    poll.register(descriptor, select.POLLIN)
-                    sources[descriptor] = (number, descriptor == rank.listener)
-        for descriptor, _ in poll.poll(seconds * 1000):
-            number, is_call = sources[descriptor]
-            if is_call:
+            for source in (rank.link, rank.listener) if number not in outcomes else ():
+                if source is not None:
+                    sources[source] = number
+        for ready in wait(list(sources), seconds):
+            number = sources[ready]
+            if isinstance(ready, int):
                 self._answer(number, decide)
             else:
                 self._receive(number, outcomes)
@@ -151,18 +140,18 @@ class Pair:
             stopped.fail(verdict)
 
     def _receive(self, number: int, outcomes: dict[int, Outcome]) -> None:
+        rank = self.ranks[number]
         try:
-            kind, content = self.ranks[number].link.recv()
+            message = rank.link.recv()
         except (EOFError, ConnectionResetError):
-            self._reap(number)
-            outcomes[number] = Outcome(died=True)
-            return
-        if kind == "progress":
-            self.ranks[number].messages.append(content)
+            self._reap(rank)
+            message = Outcome(died=True)
+        if isinstance(message, Outcome):
+            outcomes[number] = message
         else:
-            outcomes[number] = Outcome(**{kind: content})
+            rank.messages.append(message)
 
-    def kill(self, numbers: Any) -> None:
+    def kill(self, numbers: Iterable[int]) -> None:
         """SIGKILL."""
         for number in numbers:
             if self.ranks[number].alive:
@@ -172,8 +161,7 @@ class Pair:
         """Kill whoever has not ended its job *seconds* from now."""
         self._end = time.monotonic() + seconds
 
-    def _reap(self, number: int) -> None:
-        rank = self.ranks[number]
+    def _reap(self, rank: Rank) -> None:
         if rank.alive:
             os.waitpid(rank.pid, 0)
             rank.alive = False
@@ -181,8 +169,8 @@ class Pair:
     def close(self) -> None:
         """End the ranks, whatever they do."""
         self.kill(range(NUM_RANKS))
-        for number, rank in enumerate(self.ranks):
-            self._reap(number)
+        for rank in self.ranks:
+            self._reap(rank)
             rank.link.close()
             if rank.listener is not None:
                 os.close(rank.listener)
@@ -195,29 +183,31 @@ class Pair:
         self.close()
 
 
-_link: Connection | None = None
+_links: list[Connection] = []
 
 
 def progress(message: Any) -> None:
-    """Within a job: tell the parent."""
-    assert _link is not None
-    _link.send(("progress", message))
+    """Within a job: report to the parent."""
+    _links[0].send(message)
 
 
-def _serve(rank: int, directory: str, link: Connection, handover: socket.socket | None) -> NoReturn:
-    global _link
-    _link = link
+def _serve(rank: int, directory: str, link: Connection, is_watched: bool) -> NoReturn:
+    _links.append(link)
     # What other tests left in cycles is not this process's to destroy: destructors of process groups wait for threads
     # that do not exist here, or abort it.
     gc.freeze()
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _join(rank, directory)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        store = FileStore(os.path.join(directory, "store"), NUM_RANKS)
+        limit = timedelta(seconds=30)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=limit)
         _read_small_files_with_threads()
         # Before the parent is shown the calls of this rank, which it does not answer yet.
         link.send("joined")
-        if handover is not None:
-            socket.send_fds(handover, [b"L"], [listen()])
+        if is_watched:
+            reduction.send_handle(link, listen(), os.getppid())
         while True:
             job, arguments = link.recv()
             link.send(_outcome(job, arguments))
@@ -241,26 +231,9 @@ def _read_small_files_with_threads() -> None:
             setattr(module, name, value)
 
 
-def _join(rank: int, directory: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = FileStore(os.path.join(directory, "store"), NUM_RANKS)
-    seconds = timedelta(seconds=30)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=seconds)
-
-
-def _outcome(job: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
+def _outcome(job: Callable[..., Any], arguments: tuple[Any, ...]) -> Outcome:
     try:
-        return "value", job(*arguments)
+        return Outcome(job(*arguments))
     except BaseException as error:  # DCP's CheckpointException is no Exception
-        return "error", _portable(error)
-
-
-def _portable(error: BaseException) -> BaseException:
-    """The error, or one that says the same where it cannot travel."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    error.add_note(traceback.format_exc())
-    return error
+        kind = type(error).__name__
+        return Outcome(kind=kind, error=str(error), traceback=traceback.format_exc())

@@ -95,8 +95,8 @@ class Place:
 def checked(outcomes: list[Outcome]) -> list[Outcome]:
     """Raise what failed on a rank."""
     for outcome in outcomes:
-        if outcome.error is not None:
-            raise outcome.error
+        if outcome.kind:
+            raise RuntimeError(outcome.traceback)
     return outcomes
 
 

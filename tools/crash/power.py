@@ -17,12 +17,11 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from tools.crash import inspect, jobs
-from tools.crash.jobs import Ended, Run
-from tools.crash.pair import Outcome, Pair
+from tools.crash.jobs import Run
+from tools.crash.pair import Outcome, Pair, Rank
 from tools.crash.record import Record
 from tools.crash.subjects import NOTHING, Options, Subject, failed, found
 
@@ -105,36 +104,13 @@ class Disk:
             time.sleep(0.01)
         return True
 
-    def unmount_or_report(self) -> None:
-        """Unmount, and print which processes hold the disk if that is not possible in 20 seconds."""
-        if not self.unmount():
-            held = "; ".join(holders(self.mount_point)) or "no process of this namespace"
-            print(f"{self.mount_point} cannot be unmounted: held by {held}", flush=True)
-
     def __enter__(self) -> Disk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.unmount_or_report()
+        if not self.unmount():
+            print(f"{self.mount_point} cannot be unmounted: a process holds a file", flush=True)
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def holders(directory: Path) -> list[str]:
-    """The processes that have a file below *directory* open or as working directory: their IDs, commands and files."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        files = set()
-        for link in (process / "cwd", process / "root", *process.glob("fd/*")):
-            # It may have ended or closed the file.
-            with contextlib.suppress(OSError):
-                files.add(os.readlink(link))
-        below = sorted(file for file in files if Path(file).is_relative_to(directory))
-        if below:
-            words = "?"
-            with contextlib.suppress(OSError):
-                words = (process / "cmdline").read_text().replace("\0", " ").strip()
-            found.append(f"process {process.name} ({words[:200]}): {', '.join(below)}")
-    return found
 
 
 def _command(arguments: list[str]) -> None:
@@ -169,7 +145,8 @@ class Cycle:
         self._disk.cut()
         # Ours must end together; those of others wait for each other, and are killed with their machine.
         is_ours = self._run.subject.is_ours
-        disagreement = _disagreement(self._pair.finish(seconds=60.0 if is_ours else 1.0))
+        ended = self._pair.finish(seconds=60.0 if is_ours else 1.0)
+        disagreement = _disagreement(self._pair.ranks, ended)
         saved = [step for rank in self._pair.ranks for step in rank.messages]
         self.returned = max(saved, default=self.returned)
         if self._pair.alive and not disagreement:
@@ -178,7 +155,7 @@ class Cycle:
             # Other processes, where the old ones died or still hold a file of the disk that went.
             self._pair.close()
             self._pair = Pair()
-            self._disk.unmount_or_report()
+            self._disk.unmount()
         self._disk.mount_again()
         return disagreement if is_ours else []
 
@@ -202,38 +179,13 @@ class Cycle:
         return "one begun, then finished" if newer else "the last that returned", []
 
 
-def _disagreement(outcomes: list[Outcome]) -> list[str]:
+def _disagreement(ranks: list[Rank], outcomes: list[Outcome]) -> list[str]:
     """Ranks that did not fail in the same save, or not as they should."""
-    ends: list[Ended | None] = [outcome.value if outcome.ok else None for outcome in outcomes]
-    steps, kinds = {end and end.step for end in ends}, {end and end.kind for end in ends}
-    if len(steps) == 1 and kinds == {"SaveFailed"}:
+    last = {max(rank.messages, default=None) for rank in ranks}
+    if len(last) == 1 and {outcome.kind for outcome in outcomes} == {"SaveFailed"}:
         return []
-    said = [f"{end.kind} at {end.step}: {end.text[:300]}" if end else "no end" for end in ends]
-    return ["the ranks do not fail together: " + "; ".join(said)]
-
-
-def cycles(
-    subject: Subject, file_system: str, points: int, seed: int, seconds: float
-) -> Iterator[tuple[str, list[str]]]:
-    """(outcome, what is wrong) of cut after cut."""
-    jobs.warm_up()
-    end = time.monotonic() + seconds
-    done = 0
-    while done < points and time.monotonic() < end:
-        with (
-            Disk(file_system) as disk,
-            contextlib.closing(Cycle(subject, disk, seed + done)) as cycle,
-        ):
-            cycle.start()
-            while done < points and time.monotonic() < end:
-                wrong = cycle.save_and_cut()
-                outcome, lost = cycle.found(cycle.start())
-                if subject.is_ours:
-                    wrong += inspect.damage(cycle.root) + inspect.unclean(cycle.root, running=True)
-                done += 1
-                yield outcome, lost + wrong
-                if outcome not in _GOES_ON:
-                    break  # a new disk, so that one loss is counted once
+    said = [f"{outcome.kind}: {outcome.error[:300]}" for outcome in outcomes]
+    return [f"the ranks do not fail together, after {last}: " + "; ".join(said)]
 
 
 def run(
@@ -246,21 +198,32 @@ def run(
     name: str = "power cuts",
 ) -> Record:
     """The campaign, *points* and *seconds* shared equally; those of other programs are only counted."""
+    jobs.warm_up()
     record = Record(name, {"points": points, "seed": seed, "seconds": seconds})
-    usable = [name for name in file_systems if not _skipped(name, record)]
-    parts = [(subject, name) for subject in subjects for name in usable]
-    for subject, name in parts:
-        limits = (math.ceil(points / len(parts)), seed, seconds / len(parts))
-        for number, (outcome, wrong) in enumerate(cycles(subject, name, *limits)):
-            counted = wrong if subject.is_ours else ()
-            point = f"{subject.name}/{name}/{number}"
-            record.add(f"{name}: {outcome}", counted, point=point, seed=seed)
+    skipped = {each: reason for each in file_systems if (reason := unsupported(each))}
+    record.notes |= {f"{each} skipped": reason for each, reason in skipped.items()}
+    usable = [each for each in file_systems if each not in skipped]
+    parts = [(subject, file_system) for subject in subjects for file_system in usable]
+    for number, (subject, file_system) in enumerate(parts, start=1):
+        last = math.ceil(points * number / len(parts))
+        end = time.monotonic() + seconds / len(parts)
+        while record.points < last and time.monotonic() < end:
+            _cut_one_disk(record, subject, file_system, last, seed + record.points, end)
     return record
 
 
-def _skipped(file_system: str, record: Record) -> bool:
-    reason = unsupported(file_system)
-    if reason:
-        record.notes[f"{file_system} skipped"] = reason
-        print(f"{file_system} is left out: {reason}", flush=True)
-    return reason is not None
+def _cut_one_disk(
+    record: Record, subject: Subject, file_system: str, last: int, seed: int, end: float
+) -> None:
+    """Cut after cut, until the record has the *last* point; a loss ends the disk, so that it is counted once."""
+    with Disk(file_system) as disk, contextlib.closing(Cycle(subject, disk, seed)) as cycle:
+        cycle.start()
+        outcome = NOTHING_RETURNED
+        while outcome in _GOES_ON and record.points < last and time.monotonic() < end:
+            wrong = cycle.save_and_cut()
+            outcome, lost = cycle.found(cycle.start())
+            if subject.is_ours:
+                wrong += lost + inspect.damage(cycle.root)
+                wrong += inspect.unclean(cycle.root, running=True)
+            point = f"{subject.name}/{file_system}/{record.points}"
+            record.add(f"{file_system}: {outcome}", wrong, point=point, seed=seed)

@@ -2,8 +2,8 @@
 
 Each start of ``ckpt-train`` gets its signal at an instant drawn within one phase of its work, and has to end with 75 as
 the contract says (:func:`judge`). The next start goes on from there with another phase, until the run is done: then it
-has to be what a run without signals is. Some starts hang in one place; a second signal ends them immediately. The
-campaign ``endurance`` kills all processes of each start at any instant instead.
+has to be what a run without signals is. Some starts wait for data until they get their signal. The campaign
+``endurance`` kills all processes of each start at any instant instead.
 """
 
 from __future__ import annotations
@@ -13,31 +13,35 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
+from tests.support.runs.marked_trainer import Mark, Trainer, kill_session
 from tests.support.servers.command_server import CommandServer
 from tools.crash import inspect, results
 from tools.crash.record import Record
-from tools.crash.trainer import Mark, Trainer, kill_session
 from tools.support import step_lines
 
-TIMED = ("step", "accumulation", "validation", "data", "save", "export")
-PHASES = (*TIMED, "upload", "start", "twice")
-KILL = ("kill",)
-"""The phase of ``endurance``: the whole run."""
+PHASES = {
+    "step": 0.05,
+    "accumulation": 0.05,
+    "validation": 0.05,
+    "data": 0.05,
+    "save": 0.1,
+    "export": 0.1,
+    "upload": 0.2,
+    "start": 1.5,
+}
+"""Each phase, and the seconds after its beginning within which it gets its signal: about its length."""
+KILL = {"kill": 1.0}
+"""The phase of ``endurance``: the whole run, in lengths of an undisturbed one."""
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 TARGETS = ("launcher", "rank0", "rank1")
-HANGS = ("step", "validation", "save")
 STEPS, SAVE_EVERY, VALIDATE_EVERY = 36, 4, 3
-STARTED_SECONDS, ENDED_SECONDS, WAITING_SECONDS, AT_ONCE_SECONDS = 60.0, 40.0, 5.0, 5.0
-FIRST_TO_SECOND = 1.1
-LASTING = {"upload": "published", "export": "exported"}
-"""What goes on beside the training, and the mark that ends it."""
-
+STARTED_SECONDS, ENDED_SECONDS, WAITING_SECONDS = 60.0, 40.0, 5.0
 BETWEEN = {
     "agree": "step",
     "finish": "step",
@@ -47,17 +51,17 @@ BETWEEN = {
     "batch": "validation",
     "hang": "data",
 }
-"""Marks that begin no phase, and what they belong to; with one signal, only waits for data hang."""
+"""Marks that begin no phase, and what they belong to; only waits for data hang."""
 
 RECIPE = """
-recipe: tools.crash.signal_parts.Marked
+recipe: tests.support.runs.marked_recipe.Marked
 seed: 5
 model:
   from_config: {model_type: llama, vocab_size: 128, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
     num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 32, attention_dropout: 0.1}
 distributed: {backend: gloo}
-dataset: {_target_: tools.crash.marks.Samples}
-validation_dataset: {_target_: tools.crash.marks.Samples, trains: false}
+dataset: {_target_: tests.support.runs.marks.Samples}
+validation_dataset: {_target_: tests.support.runs.marks.Samples, trains: false}
 optimizer: {lr: 1e-2}
 lr_scheduler: {name: cosine}
 step_scheduler: {global_batch_size: 8, local_batch_size: 2, num_epochs: 100, ckpt_every_epochs: null}
@@ -67,32 +71,33 @@ logging: {sample_ids: true}
 
 @dataclass(frozen=True)
 class Point:
-    """One start and its signal: *share* of the phase's usual length after its *occurrence*-th beginning."""
+    """One start and its signal: *seconds* after the *occurrence*-th beginning of the phase."""
 
     phase: str
     target: str
     number: signal.Signals
     occurrence: int = 1
-    share: float = 0.0
-    hang: str = ""
-    """Where a start hangs that gets two signals, or waits for data until it gets one; empty: nowhere."""
+    seconds: float = 0.0
+    hangs: bool = False
+    """Whether the start waits for data until it gets its signal."""
 
     def __str__(self) -> str:
-        place = f" hanging in {self.hang}" if self.hang else ""
-        return f"{self.phase}/{self.occurrence}+{self.share:.2f}/{self.target}/{self.number.name}{place}"
+        place = " hanging in data" if self.hangs else ""
+        when = f"{self.phase}/{self.occurrence}+{self.seconds:.3f}"
+        return f"{when}/{self.target}/{self.number.name}{place}"
 
 
-def points(seed: int, met: Mapping[str, int], phases: Sequence[str]) -> Iterator[Point]:
+def points(seed: int, met: Mapping[str, int], phases: Mapping[str, float]) -> Iterator[Point]:
     """Points without end, each of the phase that signals have *met* least."""
     chance = random.Random(seed)
     while True:
-        phase = min(chance.sample(phases, len(phases)), key=lambda one: met.get(one, 0))
+        phase = min(chance.sample(list(phases), len(phases)), key=lambda one: met.get(one, 0))
         target, number = chance.choice(TARGETS), chance.choice(NUMBERS)
         if phase == "kill":
             target, number = "all", signal.SIGKILL
-        blocked = phase == "data" and chance.random() < 0.5
-        hang = "data" if blocked else chance.choice(HANGS) if phase == "twice" else ""
-        yield Point(phase, target, number, chance.choice((1, 1, 2)), chance.random(), hang)
+        hangs = phase == "data" and chance.random() < 0.5
+        seconds = chance.uniform(0, phases[phase])
+        yield Point(phase, target, number, chance.choice((1, 1, 2)), seconds, hangs)
 
 
 class Chain:
@@ -117,7 +122,7 @@ class Chain:
             "step_scheduler.val_every_steps": VALIDATE_EVERY,
         } | settings.get("keys", {})
         restarts = f"--max-restarts={settings.get('max_restarts', 0)}"
-        words = ["--nproc-per-node=2", "--trust=tools", restarts, str(self.recipe)]
+        words = ["--nproc-per-node=2", "--trust=tests", restarts, str(self.recipe)]
         words += [f"--{key}={value}" for key, value in keys.items()]
         hang = {"CRASH_HANG": settings["hang"]} if settings.get("hang") else {}
         directory = self.base / f"{self.root.name}-start-{self.starts}"
@@ -127,115 +132,86 @@ class Chain:
         """The step of the newest checkpoint, 0 without one."""
         return next((name.step for name in inspect.checkpoints(self.root)), 0)
 
-    def lock(self) -> bytes | None:
-        """The content of the lock file, which names its owner."""
-        path = self.root / layout.LOCK_FILE
-        return path.read_bytes() if path.exists() else None
+    def differences(self, undisturbed: Chain) -> list[str]:
+        """What is not as in an undisturbed run, and what is wrong with the checkpoints."""
+        found = list(results.differences(undisturbed.root, self.root))
+        return found + inspect.damage(self.root) + inspect.wrong_pointers(self.root)
 
 
 def settings_of(point: Point, newest: int) -> dict[str, Any]:
     """How the start differs from the others: what the phase needs."""
-    rank = "0" if point.hang == "save" else point.target[-1] if point.target != "launcher" else "1"
+    rank = point.target[-1] if point.target != "launcher" else "1"
     second = point.occurrence == 2
     is_async = point.phase == "upload" or (point.phase in ("export", "kill") and second)
     exports = point.phase in ("export", "save", "kill")
     return {
         "is_async": str(is_async).lower(),
         "save_consolidated": "every" if exports else "false",
-        "hang": f"{point.hang} {newest + 1 + point.occurrence} {rank}" if point.hang else "",
+        "hang": f"data {newest + 1 + point.occurrence} {rank}" if point.hangs else "",
     }
 
 
-def usual_seconds(marks: list[Mark], phase: str) -> float:
-    """The mean length of a phase in an undisturbed run."""
-    name, lengths = LASTING.get(phase), []
-    for at, begin in enumerate(marks):
-        ends = [mark.seconds for mark in marks[at + 1 :] if name in (None, mark.name)]
-        if begin.name == phase and ends:
-            lengths.append(ends[0] - begin.seconds)
-    return sum(lengths) / len(lengths) if lengths else 0.2
-
-
 class Campaign:
-    """Runs points along chains; *compares* their ends with an undisturbed run, whose phases it measures."""
+    """Runs points along chains; their ends are compared with the *undisturbed* run, if there is one."""
 
     def __init__(
-        self,
-        base: Path,
-        commands: CommandServer,
-        record: Record,
-        phases: Sequence[str],
-        *,
-        compares: bool,
+        self, base: Path, commands: CommandServer, record: Record, *, compares: bool
     ) -> None:
-        self.base, self.commands, self.record, self.phases = base, commands, record, phases
+        self.base, self.commands, self.record = base, commands, record
         self.number = 0
         self.chain: Chain | None = None
-        self.lengths: dict[str, float] = {"start": 1.5}
-        self.right = self._undisturbed() if compares else None
-
-    def _undisturbed(self) -> dict[str, Any]:
-        for is_async in ("true", "false") if "upload" in self.phases else ("false",):
-            chain = Chain(self.base, f"undisturbed-{is_async}", self.commands)
+        self.undisturbed: Chain | None = None
+        self.run_seconds = 0.0
+        if compares:
+            self.undisturbed = Chain(base, "undisturbed", commands)
             started = time.monotonic()
-            with chain.start(is_async=is_async, save_consolidated="every") as trainer:
+            with self.undisturbed.start() as trainer:
                 if not trainer.wait(180) or trainer.code != 0:
                     raise RuntimeError(f"an undisturbed run: {trainer.code}\n{trainer.log[-3000:]}")
-                self.lengths["kill"] = time.monotonic() - started
-                for phase in TIMED if is_async == "false" else ("upload",):
-                    self.lengths[phase] = usual_seconds(trainer.marks(0), phase)
-        return results.result_of(chain.root, STEPS)
+            self.run_seconds = time.monotonic() - started
 
     def run(self, point: Point | None) -> None:
         """One start and its signal; without a point to the end of the run."""
         if self.chain is None:
             self.number += 1
             self.chain = Chain(self.base, f"run-{self.number}", self.commands)
-        chain, sent = self.chain, list[float]()
-        before, lock = chain.newest(), chain.lock()
+        chain, before = self.chain, self.chain.newest()
         with chain.start(**settings_of(point, before) if point else {}) as trainer:
-            if point is not None:
-                sent = self._signal(point, trainer)
+            sent = self._signal(point, trainer) if point is not None else None
             met, wrong = "unfinished", ["it does not end"]
             if trainer.wait(ENDED_SECONDS if point else 180):
-                met, wrong = judge(point, trainer, chain, before, sent, lock)
-        if trainer.code == 0 and self.right is not None:
+                met, wrong = judge(point, trainer, chain, before, sent)
+        if trainer.code == 0 and self.undisturbed is not None:
             met = "finished as if undisturbed" if point is None or met == "ended before" else met
-            wrong += results.differences(chain.root, self.right, STEPS)
+            wrong += chain.differences(self.undisturbed)
         log = trainer.log[-3000:] if wrong else ""
         place = {"point": str(point), "chain": chain.root.name, "start": chain.starts}
         self.record.add(met, wrong, **place, log=log)
         if trainer.code == 0 or wrong:
             self.chain = None
 
-    def _signal(self, point: Point, trainer: Trainer) -> list[float]:
-        """Wait for the instant and send; the instants, of both where there are two. Empty when there is none to get
-        it."""
-        wait = point.share * self.lengths.get(point.phase, 0.1)
+    def _signal(self, point: Point, trainer: Trainer) -> float | None:
+        """Wait for the instant, send, and return when; None if there was no process to get it."""
         if point.phase == "kill":
-            if trainer.wait(wait):
-                return []
+            if trainer.wait(point.seconds * self.run_seconds):
+                return None
             kill_session(trainer.pid)
-            return [time.monotonic()]
+            return time.monotonic()
         if not _await(trainer, point):
-            return []
-        time.sleep(wait)
+            return None
+        time.sleep(point.seconds)
         try:
-            sent = [trainer.send(point.target, point.number)]
-            if point.phase == "twice":
-                time.sleep(FIRST_TO_SECOND)
-                sent.append(trainer.send(point.target, point.number))
-            return sent
+            return trainer.send(point.target, point.number)
         except ProcessLookupError:
-            return []
+            return None
 
 
 def _await(trainer: Trainer, point: Point) -> bool:
     """Whether the phase begins as often as the point says before the command ends."""
-    name = "hang" if point.hang else point.phase
+    name = "hang" if point.hangs else point.phase
     rank = int(point.target[-1]) if point.target != "launcher" else 0
-    ranks = (0, 1) if point.hang or name == "export" else (rank,)
-    times = 1 if point.hang else point.occurrence
+    ranks = (0, 1) if name in ("hang", "export") else (rank,)
+    times = 1 if point.hangs else point.occurrence
     end = time.monotonic() + STARTED_SECONDS
     while time.monotonic() < end:
         begun = max(sum(mark.name == name for mark in trainer.marks(rank)) for rank in ranks)
@@ -247,39 +223,26 @@ def _await(trainer: Trainer, point: Point) -> bool:
 
 
 def judge(
-    point: Point | None,
-    trainer: Trainer,
-    chain: Chain,
-    before: int,
-    sent: list[float],
-    lock: bytes | None,
+    point: Point | None, trainer: Trainer, chain: Chain, before: int, sent: float | None
 ) -> tuple[str, list[str]]:
-    """What the start came to, and which promises it broke.
-
-    *before* is the newest checkpoint's step before the start, *lock* the lock file: that of a start that two signals
-    ended immediately stays, also if the next one stops before it takes the directory.
-    """
+    """What the start came to, and which promises it broke; *before* is the newest checkpoint's step before it."""
     wrong = [f"process {pid} is left" for pid in trainer.orphans()]
     wrong += inspect.damage(chain.root)
-    if sent and point is not None and point.phase == "kill":
+    if sent is not None and point is not None and point.phase == "kill":
         return "killed", wrong
     wrong += [f"left over: {path.name}" for path in (trainer.directory / "tmp").iterdir()]
-    if not sent or point is None:
+    if sent is None or point is None:
         if trainer.code != 0:
             wrong.append(f"exit code {trainer.code}")
         return "ended before", wrong
-    if point.phase == "twice" and trainer.code != 75:
-        return "twice", wrong + _at_once(point, trainer, chain, before, sent[1])
-    is_of_start_before = lock is not None and chain.lock() == lock
-    for text in inspect.leftovers(chain.root, running=is_of_start_before):
-        if not text.endswith(".jsonl"):
-            wrong.append(text)
+    leftovers = inspect.leftovers(chain.root, running=False)
+    wrong += [text for text in leftovers if not text.endswith(".jsonl")]
     if trainer.code == 0 and chain.newest() == STEPS:
         return "after the last step", wrong
     marks = [trainer.marks(rank) for rank in (0, 1)]
     target_rank = 1 if point.target == "rank1" else 0
-    met = phase_at(marks[target_rank], marks[0], sent[0])
-    return met, wrong + stopped_wrongly(met, trainer, chain, before, marks, sent[0])
+    met = phase_at(marks[target_rank], marks[0], sent)
+    return met, wrong + stopped_wrongly(met, trainer, chain, before, marks, sent)
 
 
 def phase_at(marks: list[Mark], leader: list[Mark], instant: float) -> str:
@@ -336,24 +299,9 @@ def _wrong_saves(chain: Chain, step: int, before: int, leader: list[Mark]) -> li
     return wrong
 
 
-def _at_once(point: Point, trainer: Trainer, chain: Chain, before: int, second: float) -> list[str]:
-    """What is wrong with a run that a second signal ended."""
-    wrong, code = [], 128 + point.number
-    if trainer.code != code:
-        wrong.append(f"exit code {trainer.code}, not {code}")
-    seconds = time.monotonic() - second
-    if seconds > AT_ONCE_SECONDS:
-        wrong.append(f"it ended {seconds:.1f} s after the second signal")
-    saved = [mark.step for mark in trainer.marks(0) if mark.name in ("saved", "published")]
-    last = max([before, *saved])
-    if chain.newest() != last:
-        wrong.append(f"the newest checkpoint is {chain.newest()}, not {last}")
-    return wrong
-
-
 def run(
     commands: CommandServer,
-    phases: Sequence[str] = PHASES,
+    phases: Mapping[str, float] = PHASES,
     *,
     points_wanted: int,
     seed: int,
@@ -366,7 +314,7 @@ def run(
     record = Record(name, {"points": points_wanted, "seed": seed, "seconds": seconds})
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="signals-", ignore_cleanup_errors=True) as base:
-        campaign = Campaign(Path(base), commands, record, phases, compares=compares)
+        campaign = Campaign(Path(base), commands, record, compares=compares)
         for point in points(seed, record.outcomes, phases):
             campaign.run(point)
             num_met = record.outcomes["killed"] if phases == KILL else record.points

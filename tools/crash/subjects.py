@@ -112,7 +112,7 @@ class OursSession(Session):
             keep_last=options.keep_last,
             **{"incremental": False, **dict(subject.keys)},
         )
-        assets = SideFiles({"config.json": b'{"model_type": "tiny"}'})
+        assets: Any = SideFiles({"config.json": b'{"model_type": "tiny"}'})
         self._checkpointer = Checkpointer(root, options=chosen, assets={"model": assets})
 
     def load(self) -> Loaded | None:
@@ -224,7 +224,8 @@ MIXTURE = "a mixture, unnoticed"
 
 def failed(what: str, outcomes: Sequence[Outcome]) -> list[str]:
     """The ranks with a failed job, and their errors."""
-    return [f"{what} on rank {r}: {o.error or 'died'}" for r, o in enumerate(outcomes) if not o.ok]
+    numbered = enumerate(outcomes)
+    return [f"{what} on rank {n}: {o.traceback or 'died'}" for n, o in numbered if not o.ok]
 
 
 def found(outcomes: Sequence[Outcome]) -> tuple[str, Loaded | None]:

@@ -15,7 +15,6 @@ import struct
 import sys
 from dataclasses import dataclass
 
-CLOSES, RENAMES = {"close"}, {"rename", "renameat", "renameat2"}
 _DESCRIPTOR = {
     "write": (1, 0),
     "close": (3, 0),
@@ -179,7 +178,7 @@ class Stopped:
         if name in _FLAGS_ARGUMENT:
             flags = self._arguments[_FLAGS_ARGUMENT[name]]
             return bool(flags & (os.O_CREAT | os.O_TRUNC))
-        if name in CLOSES:
+        if name == "close":
             flags = self._flags_of(self._arguments[0])
             return bool(flags & (os.O_WRONLY | os.O_RDWR))
         return True

@@ -1,10 +1,9 @@
 """Measure and test training on one GPU: python -m tools.gpu [PART ...] [--dry-run] [--out DIR] [--minutes N]
 
-Without a PART, all parts run in order; PART=SECONDS gives a part another share of the time. Each writes DIR/PART.json
-(default: $OUT, else runs/gpu) after each measurement, and can be stopped at any point. `--dry-run` runs the same code
-with tiny models on the CPU. `--report` compares the figures in DIR with the goals; `--docs` writes them to
-docs/performance.md. Exit code 0 if nothing failed, 1 if a measurement failed, 128 + the signal's number if a signal
-ended it.
+Without a PART, all parts run in order. Each writes DIR/PART.json (default: $OUT, else runs/gpu) after each measurement,
+and can be stopped at any point. `--dry-run` runs the same code with tiny models on the CPU. `--report` compares the
+figures in DIR with the goals; `--docs` writes them to docs/performance.md. Exit code 0 if nothing failed, 1 if a
+measurement failed, 128 + the signal's number if a signal ended it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 
 from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 from tools.gpu import goals, machine
-from tools.gpu.session import Figures, PartRun, Session, StopRequested, raise_on_signals
+from tools.gpu.session import Figures, PartRun, Session, exit_on_signals
 from tools.support import ROOT, parser_of
 
 PART_SECONDS = 480.0
@@ -39,7 +38,6 @@ PARTS: dict[str, float] = {
     "head": 60,
     "full": 270,
     "saves": 240,
-    "numerics": 120,
     "vlm": 90,
 }
 """All parts in the order of `make gpu`, so that those with the same base follow each other, and about how many seconds
@@ -51,52 +49,20 @@ def module_of(part: str) -> Any:
     return import_module(f"tools.gpu.parts.{'gpu_tests' if part == 'tests' else part}")
 
 
-def summary_of(part: str) -> str:
-    """The first line of the module's docstring."""
-    return (module_of(part).__doc__ or "").splitlines()[0]
-
-
 def main() -> int:
     parser = _parser()
     given = parser.parse_args()
     out = Path(given.out or os.environ.get("OUT") or ROOT / "runs" / "gpu").resolve()
-    if given.list:
-        for name, seconds in PARTS.items():
-            print(f"{name:10} {seconds:4.0f} s  {summary_of(name)}")
-        return 0
     if given.report or given.docs:
         return goals.report(out, docs=given.docs)
+    if unknown := sorted(set(given.parts) - PARTS.keys()):
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
     try:
-        parts = dict(_named(text) for text in given.parts or PARTS)
         re.compile(given.only)
-    except ValueError as error:
-        parser.error(str(error))
     except re.error as error:
         parser.error(f"--only {given.only}: no regular expression: {error}")
-    raise_on_signals()
-    try:
-        return run_parts(
-            parts, out, is_dry_run=given.dry_run, minutes=given.minutes, only=given.only
-        )
-    except StopRequested as stop:
-        print(f"stopped by {stop}; the figures so far are in {out}")
-        return 128 + stop.number
-
-
-def _named(text: str) -> tuple[str, float]:
-    """The part that ``PART`` or ``PART=SECONDS`` names, and its seconds. Raises ValueError for any other text."""
-    name, is_given, seconds = text.partition("=")
-    if name not in PARTS:
-        raise ValueError(f"no such part: {name}; there are {', '.join(PARTS)}")
-    if not is_given:
-        return name, PARTS[name]
-    try:
-        number = float(seconds)
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise ValueError(f"{text}: the seconds of a part are a positive number")
-    return name, number
+    exit_on_signals()
+    return run_parts(given.parts or list(PARTS), out, given)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,56 +73,48 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=30.0, help="the most that it takes (30)")
     only = "leave out measurements with names that do not contain this regular expression"
     parser.add_argument("--only", metavar="PATTERN", default="", help=only)
-    parser.add_argument("--list", action="store_true", help="list the parts")
     parser.add_argument("--report", action="store_true", help="compare the figures with the goals")
     parser.add_argument("--docs", action="store_true", help="write them to docs/performance.md")
     return parser
 
 
-def run_parts(
-    parts: dict[str, float], out: Path, *, is_dry_run: bool, minutes: float, only: str = ""
-) -> int:
-    """Run parts, by name with their seconds; returns the exit code. *only* is that of the :class:`Session`.
+def run_parts(parts: list[str], out: Path, given: argparse.Namespace) -> int:
+    """Run the named parts; returns the exit code.
 
     Their temporary models and checkpoints are removed, whatever happens.
     """
-    ends = time.monotonic() + 60 * minutes
+    ends = time.monotonic() + 60 * given.minutes
     out.mkdir(parents=True, exist_ok=True)
-    _prepare_environment(is_dry_run)
+    _prepare_environment(given.dry_run)
     with scratch_directory() as scratch:
-        described = machine.describe(scratch)
         print("importing torch, transformers and the recipes", flush=True)
         with without_initializing_cuda():
             _import_everything()
-        session = Session(
-            _device(scratch, out, is_dry_run), is_dry_run, scratch, out, described, only
-        )
-        if session.device != "cuda" and not is_dry_run:
+        device = "cpu" if given.dry_run else _device(scratch)
+        session = Session(device, given.dry_run, scratch, out, machine.describe(), given.only)
+        if device != "cuda" and not given.dry_run:
             print("no CUDA device: nothing was measured (--dry-run runs tiny models on the CPU)")
             return 3
         num_failed = 0
-        wanted = list(parts.values())
         for number, name in enumerate(parts):
-            seconds = share(wanted[number:], ends - time.monotonic())
+            # Its share of the time that is left: what a part does not need goes to those after it.
+            share = PARTS[name] / sum(PARTS[later] for later in parts[number:])
+            seconds = min(share * (ends - time.monotonic()), PART_SECONDS)
             num_failed += run_part(name, session, seconds)
     print(goals.table_text(out))
     print(f"figures: {out}")
     return 1 if num_failed else 0
 
 
-def share(wanted: list[float], seconds_left: float) -> float:
-    """Seconds for the first of some parts, which want so many: its share of the time left, so that each gets one."""
-    return min(seconds_left * wanted[0] / sum(wanted), PART_SECONDS)
-
-
 def run_part(name: str, session: Session, seconds: float) -> int:
     """Run one part for at most some *seconds*; returns the number of measurements that failed."""
-    print(f"{name} (at most {seconds:.0f} s): {summary_of(name)}", flush=True)
+    module = module_of(name)
+    print(f"{name} (at most {seconds:.0f} s): {module.__doc__.splitlines()[0]}", flush=True)
     part = PartRun(session, name, seconds)
     try:
-        module_of(name).run(part)
-    except StopRequested as stop:
-        part.write(f"stopped by {stop}")
+        module.run(part)
+    except SystemExit as stop:
+        part.write(f"stopped, code {stop.code}")
         raise
     part.write("done")
     return len(part.failed)
@@ -180,10 +138,8 @@ def _import_everything() -> None:
         import_module(name)
 
 
-def _device(scratch: Path, out: Path, is_dry_run: bool) -> str:
+def _device(scratch: Path) -> str:
     """``cuda`` if a forked process finds a GPU, else ``cpu``."""
-    if is_dry_run:
-        return "cpu"
     probe = PartRun(Session("cpu", False, scratch, scratch, {}), "probe", 60)
     found = probe.measure("cuda", _find_cuda)
     return "cuda" if found and found["cuda"]["available"] else "cpu"

@@ -12,9 +12,11 @@ _ANSWER_TOKENS = (2, 9)
 
 
 class ShortAnswers:
-    """A map-style data set of random tokens, of which the last few have labels."""
+    """Random tokens with the lengths of questions about a paragraph, and labels on a short answer at the end."""
 
-    def __init__(self, num_samples: int, longest: int, mean: float, vocab_size: int) -> None:
+    def __init__(
+        self, num_samples: int, longest: int, mean: float, vocab_size: int, tokenizer: Any = None
+    ) -> None:
         """Lengths have a log-normal distribution with this *mean*, from 8 tokens to the *longest*."""
         generator = np.random.default_rng(0)
         # The mean of a log-normal distribution is exp(location + sigma**2 / 2).
@@ -36,13 +38,6 @@ class ShortAnswers:
         tokens = generator.integers(0, self.vocab_size, length).tolist()
         labels = [-100] * prompt_length + tokens[prompt_length:]
         return {"input_ids": tokens, "labels": labels}
-
-
-def short_answers(
-    num_samples: int, longest: int, mean: float, vocab_size: int, tokenizer: Any = None
-) -> ShortAnswers:
-    """Make samples with the lengths of questions about a paragraph, and labels on a short answer."""
-    return ShortAnswers(num_samples, longest, mean, vocab_size)
 
 
 _TEMPLATE = (

@@ -6,9 +6,9 @@ it starts in a fraction of a second, has the GPU's memory to itself, and takes a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
-import math
 import os
 import re
 import shutil
@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 Figures = Iterator[tuple[str, Mapping[str, Any]]]
@@ -38,15 +37,6 @@ _STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 RUNNING = "running"
 """The value of ``ended`` in the file of a part that has not ended, or whose process was killed."""
 _END = "end"
-_TIMEOUT = "timeout"
-
-
-class StopRequested(BaseException):
-    """A signal asked this process to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 @dataclass(frozen=True)
@@ -105,7 +95,7 @@ class PartRun:
         content = {**self._content, "figures": self.figures, "failed": self.failed}
         path = self.session.out / f"{self.name}.json"
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps(finite(content), indent=1) + "\n")
+        partial.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(partial, path)
 
     def add(self, name: str, figures: Mapping[str, Any]) -> None:
@@ -203,39 +193,25 @@ def _run_child(
     if child == 0:
         _be_child(parent, writer, output, measurement, arguments)
     writer.close()
-    status = None
+    deadline = time.monotonic() + seconds
+    reason: str | None = f"stopped after {seconds:.0f} s"
     try:
-        end = _receive_all(reader, receive, time.monotonic() + seconds)
-        if end is None:
-            # Without a report, the child has ended, or ends now. Its exit status states how; a signal would hide it.
-            status = os.waitpid(child, 0)[1]
+        while reader.poll(max(deadline - time.monotonic(), 0.0)):
+            name, figures = reader.recv()
+            # Not the end of the pipe: a process that the child has left behind may hold it open.
+            if name == _END:
+                reason = figures
+                break
+            receive(name, figures)
+    except EOFError:
+        reason = "its process ended before it was done"
     finally:
         reader.close()
-        _kill_group(child)
-        if status is None:
-            os.waitpid(child, 0)
-    if status is not None:
-        return f"its process ended with {os.waitstatus_to_exitcode(status)} before it was done"
-    return f"stopped after {seconds:.0f} s" if end == _TIMEOUT else end or None
-
-
-def _receive_all(
-    reader: Connection, receive: Callable[[str, Any], None], deadline: float
-) -> str | None:
-    """Receive figures until the child reports how it ends: its error, or an empty text.
-
-    Returns ``timeout`` if it is not done at the *deadline*, and None if it died without a report.
-    """
-    while reader.poll(max(deadline - time.monotonic(), 0.0)):
-        try:
-            name, figures = reader.recv()
-        except EOFError:
-            return None
-        # Not the end of the pipe: a process that the child has left behind may hold it open.
-        if name == _END:
-            return str(figures)
-        receive(name, figures)
-    return _TIMEOUT
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):
+                kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return reason
 
 
 def _be_child(
@@ -246,63 +222,35 @@ def _be_child(
     arguments: tuple[Any, ...],
 ) -> NoReturn:
     """Run the measurement as the forked process, and exit."""
-    end = ""
+    error: str | None = None
     try:
         os.setpgid(0, 0)
-        die_with(parent)
+        # The kernel kills this process when its parent ends, also by a signal.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
         for number in _STOPS:
             signal.signal(number, signal.SIG_DFL)
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         for name, figures in measurement(*arguments):
-            writer.send((name, finite(dict(figures))))
-    except BaseException as error:
+            writer.send((name, dict(figures)))
+    except BaseException as raised:
         traceback.print_exc()
-        end = f"{type(error).__name__}: {str(error)[:500]}"
+        error = f"{type(raised).__name__}: {str(raised)[:500]}"
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        writer.send((_END, end))
+        writer.send((_END, error))
         # Without the interpreter's teardown, which can wait for threads of CUDA and of process groups.
         os._exit(0)
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when *parent* ends, also by a signal."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _kill_group(child: int) -> None:
-    """Kill a forked process and all processes of its group."""
-    for kill in (os.killpg, os.kill):
-        try:
-            kill(child, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
-def raise_on_signals() -> None:
-    """Raise :class:`StopRequested` in this process for SIGTERM, SIGHUP and SIGINT, so that cleanup runs."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise StopRequested(number)
-
+def exit_on_signals() -> None:
+    """End this process with SystemExit for SIGTERM, SIGHUP and SIGINT, so that cleanup runs."""
     for number in _STOPS:
-        signal.signal(number, stop)
-
-
-def finite(value: Any) -> Any:
-    """Replace numbers that JSON does not have (NaN, infinities) by None, at any depth."""
-    if isinstance(value, dict):
-        return {name: finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def read_all(directory: Path) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +29,6 @@ class Clock:
     tokens: list[int] = field(default_factory=list)
     kill_after_step: int | None = None
     """The process kills itself at the end of this step; None: never."""
-
-    on_step: Callable[[], object] | None = None
-    """Called at the end of each step."""
 
     def start(self, warm_up: int) -> None:
         """Begin a run whose first *warm_up* steps are not counted."""
@@ -98,8 +94,6 @@ class TimedLoop(TrainingLoop):
     def step(self, batch: GlobalBatch, control: Control) -> Due:
         due = super().step(batch, control)
         CLOCK.note(control.num_tokens, is_last=due.last)
-        if CLOCK.on_step is not None:
-            CLOCK.on_step()
         if self.step_scheduler.step == CLOCK.kill_after_step:
             os.kill(os.getpid(), signal.SIGKILL)
         return due

@@ -10,10 +10,11 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 
 from tools.interop.environments import asked, python_of
 from tools.interop.program import Check, Workplace
-from tools.interop.table import PROGRAMS, Program, checks_of
+from tools.interop.table import PROGRAMS, Program
 from tools.support import ROOT
 
 HOME = ROOT / ".peers"
@@ -55,10 +56,11 @@ def _run(name: str, program: Program) -> tuple[str, list[Check]]:
         print(f"  {'ok  ' if check.good else 'FAIL'} {check.what}: {check.found}", flush=True)
 
     try:
-        python = python_of(program.environment, HOME / name)
+        python = python_of(program.steps, program.without_gpu, HOME / name)
         numbers = asked(python, _VERSIONS, *program.packages)
         versions = ", ".join(map(" ".join, zip(program.packages, numbers, strict=True)))
-        for check in checks_of(name)(Workplace(python, work, log, dict(program.variables))):
+        place = Workplace(python, work, log, dict(program.variables))
+        for check in import_module(f"tools.interop.{name}").checks(place):
             note(check)
     # A check that cannot be made counts as failed, whatever its reason, and the next program has its turn.
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -10,58 +9,47 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+_GPU_LIBRARIES = ("torch", "torchaudio", "torchvision", "torchcodec")
 
 
-@dataclass(frozen=True)
-class Environment:
-    """What to install, in order: requirements with spaces between them, by a call of pip each; *loose* ones without
-    dependencies.
+def python_of(steps: Sequence[str], without_gpu: str, directory: Path) -> Path:
+    """The interpreter of an environment, made in *directory* where it is not there yet.
 
-    *without* names requirements of the loose ones that are left out (GPU libraries, media codecs); all others of
-    theirs are installed, unless they come *loose_alone*.
-    """
+    Args:
+        steps: The arguments of the calls of ``pip install``, in order.
+        without_gpu: An installed package, or an empty text. Its requirements are installed last, apart from libraries
+            of GPUs.
+        directory: The directory of the environment.
 
-    first: str = ""
-    loose: str = ""
-    then: str = ""
-    without: frozenset[str] = frozenset()
-    loose_alone: bool = False
-
-    @property
-    def key(self) -> str:
-        return hashlib.sha256(repr((sys.version, self)).encode()).hexdigest()
-
-
-def python_of(environment: Environment, directory: Path) -> Path:
-    """The interpreter of *environment*, made in *directory* where it is not there yet.
-
-    Raises subprocess.CalledProcessError where something cannot be installed.
+    Raises:
+        subprocess.CalledProcessError: Something cannot be installed.
     """
     python, stamp = directory / "bin" / "python", directory / ".ready"
-    if stamp.is_file() and stamp.read_text() == environment.key:
+    key = repr((sys.version, steps, without_gpu))
+    if stamp.is_file() and stamp.read_text() == key:
         return python
     print(f"  installing {directory.name} in {directory}", flush=True)
     shutil.rmtree(directory, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", directory], check=True)
-    first = environment.first.split()
-    _install(python, first, *_torch_source(first))
-    _install(python, environment.loose.split(), "--no-deps")
-    _install(python, _requirements_of(python, environment))
-    _install(python, environment.then.split())
-    stamp.write_text(environment.key)
+    for step in steps:
+        _install(python, *_torch_source(step), *step.split())
+    if without_gpu:
+        code = "import sys; from importlib.metadata import requires; print(*requires(sys.argv[1]), sep='\\n')"
+        needed = [text for text in asked(python, code, without_gpu) if "extra ==" not in text]
+        names = [re.split(r"[^a-z0-9._-]", text.lower())[0] for text in needed]
+        pairs = zip(names, needed, strict=True)
+        _install(python, *(text for name, text in pairs if name not in _GPU_LIBRARIES))
+    stamp.write_text(key)
     return python
 
 
-def _install(python: Path, requirements: Sequence[str], *options: str) -> None:
-    if requirements:
-        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        words = ["nice", *command, *options, *requirements]
-        subprocess.run(words, check=True, env=own_variables())
+def _install(python: Path, *arguments: str) -> None:
+    command = ["nice", str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    subprocess.run([*command, *arguments], check=True, env=own_variables())
 
 
 def own_variables() -> dict[str, str]:
@@ -77,26 +65,12 @@ def asked(python: Path, code: str, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def _torch_source(requirements: Sequence[str]) -> list[str]:
+def _torch_source(step: str) -> list[str]:
     """Torch's own index of CPU builds where it can be reached; else pip's configuration has to know one."""
-    if not any(requirement.startswith("torch") for requirement in requirements):
+    if not step.startswith("torch=="):
         return []
     try:
         with urllib.request.urlopen(f"{_CPU_INDEX}/torch/", timeout=10):
             return ["--extra-index-url", _CPU_INDEX]
     except OSError:
         return []
-
-
-def _requirements_of(python: Path, environment: Environment) -> list[str]:
-    """What the loose packages themselves ask for, less what is to be left out."""
-    if environment.loose_alone:
-        return []
-    code = "import sys; from importlib.metadata import requires; print(*requires(sys.argv[1]), sep='\\n')"
-    found = []
-    for requirement in environment.loose.split():
-        for text in asked(python, code, requirement.split("==")[0]):
-            name = re.split(r"[^a-z0-9._-]", text.lower())[0]
-            if "extra ==" not in text and name not in environment.without:
-                found.append(text)
-    return found

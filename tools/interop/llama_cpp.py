@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.targets.flow import export_to
-from tools.interop.gguf_models import MODELS, TinyModel, model_named
+from tests.support.models.gguf_models import MODELS, TinyModel, model_named
 from tools.interop.program import Check, Workplace
 
 _VOCABULARY = 520

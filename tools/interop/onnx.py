@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.interop.gguf_models import model_named
+from tests.support.models.gguf_models import model_named
 from tools.interop.program import Check, Workplace
 
 _NAMES = ("Llama 2", "Mistral", "Qwen 2, tied", "Qwen 3", "Gemma 3")

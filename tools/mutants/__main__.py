@@ -11,7 +11,6 @@ makes no difference.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -26,8 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tools.mutants.operators import Mutation, mutations
+from tools.support import ROOT, parser_of
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "runs" / "mutants.json"
 # Only at the top of the repository: tests/golden/runs is needed.
 _NOT_COPIED = {".git", ".venv", ".venv-oldest", ".peers", ".mypy_cache", ".ruff_cache", "runs"}
@@ -86,9 +85,7 @@ def sample(code: Path, size: int, seed: int) -> list[tuple[str, Mutation]]:
 
 def main() -> int:
     """Try the changes. Returns 0, however many survive, and 1 if the tests fail with unchanged code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("code", type=Path, help="a file or folder to change")
     parser.add_argument("tests", nargs="+", help="files or folders of tests")
     parser.add_argument("--sample", type=int, default=40, help="number of changes (40)")
@@ -107,11 +104,8 @@ def main() -> int:
         path, mutation = place
         outcome = attempt(ROOT, path, mutation, options.tests, options.timeout)
         print(f"{outcome:9} {path}:{mutation.line}  {mutation.description}", flush=True)
-        return {
-            "place": f"{path}:{mutation.line}",
-            "change": mutation.description,
-            "outcome": outcome,
-        }
+        place_text = f"{path}:{mutation.line}"
+        return {"place": place_text, "change": mutation.description, "outcome": outcome}
 
     with ThreadPoolExecutor(options.workers) as pool:
         results = list(pool.map(run, chosen))

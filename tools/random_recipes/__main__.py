@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import shutil
 import sys
@@ -13,19 +12,16 @@ from pathlib import Path
 from tools.crash.record import Record
 from tools.random_recipes.check import check
 from tools.random_recipes.draw import Recipe, draw
+from tools.support import parser_of
 
 
 def main() -> int:
     """Check the recipes of the seeds in turn; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.random_recipes", description=__doc__)
+    parser = parser_of(__doc__, prog="python -m tools.random_recipes")
     parser.add_argument("--first", type=int, default=1, help="the first seed (1)")
     parser.add_argument("--recipes", type=int, default=100, help="how many recipes (100)")
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no further recipe after as long"
-    )
-    parser.add_argument(
-        "--show", action="store_true", help="print the flags of the recipes, and run none"
-    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long")
+    parser.add_argument("--show", action="store_true", help="print the flags, and run none")
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.recipes)
     recipes = (draw(seed) for seed in seeds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -10,28 +9,22 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from tools.crash.results import differences
 from tools.random_recipes.draw import STEPS, Recipe, store_of
 from tools.support import MEASURED, environment, program, step_lines
 
-TIMEOUT_SECONDS = 600
-"""A start that prints nothing for as long is reported as one that hangs, also on a machine with other work."""
-_MOST_TIMEOUTS = 6
-"""A start that takes this many times longer is reported as well."""
+TIMEOUT_SECONDS = 1800
+"""A start that takes longer is reported as one that hangs, also on a machine with other work."""
 STOPPED = 75
 REJECTED = 2
 UNUSABLE = 3
 _SAME_DATA = ("label_tokens", "sample_ids")
 """Fields of a step that do not depend on the number of ranks."""
-_COUNTS = {"num_equal", "num_unread"}
-"""What `ckpt diff` reports of tensors that are equal."""
 _BY_RANK = ['dropout": 0.1', 'dropout_rate": 0.1', "dropout: 0.1", "neftune", '"micro_batch"']
 _BY_RANK += ["gpt2", "bert"]
 """What gives each rank random numbers or negatives of its own. The configurations of GPT-2 and BERT have dropout."""
@@ -212,84 +205,6 @@ def _copy_up_to(run: Path, copy: Path, step: int) -> None:
     shutil.rmtree(copy / "averaged", ignore_errors=True)
 
 
-def differences(first: Path, second: Path) -> Iterator[str]:
-    """What differs between two runs that should be equal."""
-    ours, theirs = _steps(first), _steps(second)
-    for step in sorted(ours.keys() | theirs.keys()):
-        if ours.get(step) != theirs.get(step):
-            yield f"step {step} differs: {ours.get(step)} {theirs.get(step)}"
-            break
-    pair = [step_lines(run / "validation.jsonl", MEASURED) for run in (first, second)]
-    if pair[0] != pair[1]:
-        yield f"validation.jsonl differs: {pair[0]} {pair[1]}"
-    last = max(_saved_steps(first))
-    if last not in _saved_steps(second):
-        yield f"the checkpoints are those of {_saved_steps(second)}, not of {_saved_steps(first)}"
-        return
-    ours_last, theirs_last = _checkpoint(first, last), _checkpoint(second, last)
-    yield from _tensor_differences(ours_last, theirs_last)
-    for name in ("rng", "dataloader"):
-        yield from _file_differences(ours_last / name, theirs_last / name)
-
-
-def _tensor_differences(first: Path, second: Path) -> Iterator[str]:
-    ended = _ckpt("diff", "--json", first, second)
-    if ended.code != 0:
-        yield f"ckpt diff: {ended.problem}"
-        return
-    found = json.loads(ended.output)
-    for tree, changes in found["trees"].items():
-        different = {key: value for key, value in changes.items() if value and key not in _COUNTS}
-        if different:
-            yield f"{tree} of the last checkpoints differs: {str(different)[:_SHOWN_CHARACTERS]}"
-    if found["not_compared"]:
-        yield f"not compared: {found['not_compared']}"
-
-
-def _file_differences(first: Path, second: Path) -> Iterator[str]:
-    both = (first, second)
-    found = [path.relative_to(each) for each in both for path in each.rglob("*") if path.is_file()]
-    for name in sorted(set(found)):
-        ours, theirs = first / name, second / name
-        if not (ours.exists() and theirs.exists()):
-            yield f"only one checkpoint has {first.name}/{name}"
-        elif ours.read_bytes() != theirs.read_bytes() and not _are_equal(ours, theirs):
-            yield f"{first.name}/{name} differs"
-
-
-def _are_equal(first: Path, second: Path) -> bool:
-    """Whether two files have equal values: pickle writes equal numbers and mappings in more than one way."""
-    return _is_equal(_values_in(first), _values_in(second))
-
-
-def _values_in(file: Path) -> Any:
-    """The object in a file of torch.save, or those of several ranks, which are parts of one file."""
-    if file.suffix == ".pt":
-        return torch.load(file, weights_only=True)
-    checkpoint = file.parent.parent
-    data = file.read_bytes()
-    values = {}
-    for name, blob in Manifest.read(checkpoint).trees[file.parent.name].objects.items():
-        if blob.file == str(file.relative_to(checkpoint)):
-            content = io.BytesIO(data[blob.start : blob.start + blob.nbytes])
-            values[name] = torch.load(content, weights_only=True)
-    return values
-
-
-def _is_equal(first: Any, second: Any) -> bool:
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, torch.Tensor):
-        return first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(
-            _is_equal(each, second[key]) for key, each in first.items()
-        )
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(_is_equal, first, second))
-    return bool(first == second)
-
-
 # ---------------------------------------------------------------- processes
 
 
@@ -297,32 +212,26 @@ def _train(
     recipe: Recipe, run: Path, ranks: int, stop: tuple[signal.Signals, float] | None = None
 ) -> Ended:
     """Train to the end, or until the signal *stop*, so many seconds after the first step."""
-    process = _start([program("ckpt-train"), *recipe.flags(run, ranks)])
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while stop is not None and process.poll() is None and time.monotonic() < deadline:
-        if _has_steps(run):
-            time.sleep(stop[1])
-            if stop[0] == signal.SIGKILL:
-                os.killpg(process.pid, stop[0])
-            else:
-                process.send_signal(stop[0])
+    process = _start("ckpt-train", *recipe.flags(run, ranks))
+    log, end = run / "training.jsonl", time.monotonic() + TIMEOUT_SECONDS
+    while stop is not None and process.poll() is None and time.monotonic() < end:
+        if log.exists() and log.stat().st_size > 0:
+            number, seconds = stop
+            time.sleep(seconds)
+            kill = os.killpg if number == signal.SIGKILL else os.kill
+            kill(process.pid, number)
             break
         time.sleep(0.02)
     return _wait(process)
 
 
-def _has_steps(run: Path) -> bool:
-    log = run / "training.jsonl"
-    return log.exists() and log.stat().st_size > 0
-
-
 def _ckpt(*arguments: object) -> Ended:
-    return _wait(_start([program("ckpt"), *map(str, arguments)]))
+    return _wait(_start("ckpt", *map(str, arguments)))
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+def _start(name: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command,
+        [program(name), *arguments],
         env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -333,17 +242,11 @@ def _start(command: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _wait(process: subprocess.Popen[str]) -> Ended:
-    num_printed = 0
-    for _ in range(_MOST_TIMEOUTS):
-        try:
-            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired as expired:
-            num_before, num_printed = num_printed, len(expired.output or b"")
-            if num_printed == num_before:
-                break
-        else:
-            return Ended(process.returncode, output)
-    # Its ranks have the session of the process.
-    os.killpg(process.pid, signal.SIGKILL)
-    output, _ = process.communicate()
-    return Ended(None, output)
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        return Ended(process.returncode, output)
+    except subprocess.TimeoutExpired:
+        # Its ranks have the session of the process.
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return Ended(None, output)

@@ -94,32 +94,27 @@ def _is_consistent(recipe: Recipe) -> bool:
 
 def _draw_once(seed: int, numbers: random.Random) -> Recipe:
     kind = numbers.choice(sorted(KINDS))
-    example, add = KINDS[kind]
+    example, add_model, fixed = KINDS[kind]
     ranks = numbers.choice((1, 2, 2, 3, MOST_RANKS, MOST_RANKS))
-    some = _Some(numbers)
+    some = _Some(numbers, {**fixed})
     _add_schedule(some, kind)
-    add(some)
+    add_model(some)
+    _add_adapters(some, kind)
     _add_mesh(some, ranks)
-    _add_model(some)
-    _add_checkpoints(some)
-    _add_training(some)
+    for probability, kinds, key, *values in OPTIONS:
+        if not kinds or kind in kinds.split():
+            some.maybe(probability, key, *values)
+    _add_dependent_options(some)
     others = [count for count in (1, 2, 3) if count != ranks]
-    return Recipe(
-        seed=seed,
-        kind=kind,
-        example=EXAMPLES / example,
-        ranks=ranks,
-        other_ranks=numbers.choice(others),
-        options=some.options,
-    )
+    return Recipe(seed, kind, EXAMPLES / example, ranks, numbers.choice(others), some.options)
 
 
+@dataclass(frozen=True)
 class _Some:
     """The options drawn so far."""
 
-    def __init__(self, numbers: random.Random) -> None:
-        self.numbers = numbers
-        self.options: Options = {}
+    numbers: random.Random
+    options: Options
 
     def always(self, key: str, *values: Any) -> None:
         """Set *key* to one of the values."""
@@ -142,11 +137,9 @@ def _add_schedule(some: _Some, kind: str) -> None:
         some.always("validation_dataset.max_samples", 16)
         some.maybe(0.2, "step_scheduler.early_stopping", {"patience": 1, "min_delta": 0.1})
         some.maybe(0.2, "step_scheduler.ckpt_on_best", True)
-    some.maybe(0.3, "step_scheduler.val_every_steps", 1, 3)
-    some.maybe(0.1, "step_scheduler.on_spike", {"rollback": 1, "window": 2, "loss_factor": 1.02})
 
 
-# ---------------------------------------------------------------- kinds of training
+# ---------------------------------------------------------------- models
 
 
 _SIZES = {
@@ -158,7 +151,6 @@ _SIZES = {
     "max_position_embeddings": 256,
 }
 _HEADS = {"head_dim": 8}
-_TEXTS = "automodel_ckpt.examples.data.python_docs.language_modeling"
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _DECODERS: dict[str, dict[str, Any]] = {
     "llama": _HEADS,
@@ -205,180 +197,55 @@ def _add_decoder(some: _Some, supported: Container[str] | None = None) -> None:
         some.maybe(0.3, "model.router_aux_loss", "micro_batch", False)
 
 
-def _add_adapters(some: _Some) -> None:
-    if some.numbers.random() < 0.35:
-        some.always("peft.base_dir", BASE)
-        some.always("peft.r", 2, 4)
-        some.always("peft.dropout", 0.0, 0.1)
-        some.maybe(0.2, "peft.use_dora", True)
-        some.maybe(0.2, "peft.use_rslora", True)
-        some.maybe(0.2, "peft.modules_to_save", ["lm_head"])
-        some.maybe(0.3, "peft.init", "gaussian", "orthogonal")
-        some.maybe(0.2, "peft.bias", "lora_only", "all")
-        some.maybe(0.2, "peft.dtype", "base")
-        some.maybe(0.2, "peft.target_modules", ["q_proj", "v_proj"], ["q_proj", "down_proj"])
-        some.maybe(0.2, "peft.rank_pattern", {"*layers.0.*": 3})
-        some.maybe(0.1, "peft.exclude_modules", ["*layers.1.*"])
-        if _has_experts(some.options):
-            some.maybe(0.5, "peft.target_parameters", "all-experts", ["down_proj"])
+def _add_adapters(some: _Some, kind: str) -> None:
+    if kind == "pretrain" or some.numbers.random() >= 0.35:
+        return
+    some.always("peft.base_dir", BASE)
+    some.always("peft.r", 2, 4)
+    some.always("peft.dropout", 0.0, 0.1)
+    some.maybe(0.2, "peft.use_dora", True)
+    some.maybe(0.2, "peft.use_rslora", True)
+    some.maybe(0.2, "peft.modules_to_save", ["lm_head"])
+    some.maybe(0.3, "peft.init", "gaussian", "orthogonal")
+    some.maybe(0.2, "peft.bias", "lora_only", "all")
+    some.maybe(0.2, "peft.dtype", "base")
+    some.maybe(0.2, "peft.target_modules", ["q_proj", "v_proj"], ["q_proj", "down_proj"])
+    some.maybe(0.2, "peft.rank_pattern", {"*layers.0.*": 3})
+    some.maybe(0.1, "peft.exclude_modules", ["*layers.1.*"])
+    if _has_experts(some.options):
+        some.maybe(0.5, "peft.target_parameters", "all-experts", ["down_proj"])
 
 
-def _add_texts(some: _Some) -> None:
-    _add_decoder(some)
-    _add_adapters(some)
-    some.always("dataset.seq_length", 32, 64)
-    some.always("validation_dataset.seq_length", 32)
-    some.maybe(0.3, "packed_sequence.size", 64, 128)
-    some.maybe(0.2, "model.neftune_alpha", 5)
-    some.maybe(0.15, "model.mtp", {"num_depths": 1}, {"num_depths": 2, "repeat_layer": True})
-    some.maybe(0.2, "generation", {"prompts": ["def ", "The "], "max_new_tokens": 3})
-    if some.numbers.random() < 0.15:
-        some.always("validation_datasets.short._target_", _TEXTS)
-        some.always("validation_datasets.short.split", "validation")
-        some.always("validation_datasets.short.seq_length", 16)
-        some.always("validation_datasets.short.max_samples", 5)
+def _perhaps(probability: float, supported: Container[str] | None = None) -> Callable[..., None]:
+    """What replaces the model of the example by a decoder with this probability."""
 
-
-def _add_pretraining(some: _Some) -> None:
-    _add_decoder(some)
-    some.always("packed_sequence.size", 64, 128)
-    some.maybe(0.5, "pretrain.base_width", None)
-    some.maybe(0.3, "pretrain.split_documents", False)
-    some.maybe(0.2, "pretrain.attend_across_documents", True)
-    some.maybe(0.3, "pretrain.z_loss", 1e-4)
-
-
-def _add_pairs(section: str) -> Callable[[_Some], None]:
     def add(some: _Some) -> None:
-        _add_decoder(some, CLASSIFIERS if section == "reward_model" else None)
-        _add_adapters(some)
-        if section in ("dpo", "kto"):
-            some.maybe(0.3, f"{section}.beta", 0.5)
-        if section == "dpo":
-            some.maybe(0.4, "dpo.precompute", True)
-            some.maybe(0.3, "dpo.loss", "ipo", "hinge", "robust")
-            some.maybe(0.2, "dpo.label_smoothing", 0.1)
-        if section == "orpo":
-            some.maybe(0.3, "orpo.learn_prompt", True)
-        if section == "reward_model":
-            some.maybe(0.3, "reward_model.center_coefficient", 0.01)
+        if some.numbers.random() < probability:
+            _add_decoder(some, supported)
 
     return add
 
 
-def _add_distillation(some: _Some) -> None:
-    _add_decoder(some)
-    _add_adapters(some)
-    some.maybe(0.3, "packed_sequence.size", 128)
-    _add_divergence(some)
-
-
-def _add_divergence(some: _Some) -> None:
-    some.maybe(0.4, "distill.top_k", 16)
-    some.maybe(0.4, "distill.divergence", "reverse_kl", "mixed")
-    some.maybe(0.3, "distill.temperature", 2.0)
-    some.maybe(0.3, "distill.kd_ratio", 0.5)
-
-
-def _add_classes(some: _Some) -> None:
-    if some.numbers.random() < 0.5:
-        _add_decoder(some, CLASSIFIERS)
-    _add_adapters(some)
-
-
-def _add_embeddings(some: _Some) -> None:
-    if some.numbers.random() < 0.3:
-        _add_decoder(some)
-    _add_adapters(some)
-    some.maybe(0.3, "embedding.symmetric", True)
-    some.maybe(0.3, "embedding.negatives", "micro_batch", "global_batch")
-    some.maybe(0.3, "embedding.pooling", "cls", "last")
-
-
-def _add_lists(some: _Some) -> None:
-    some.always("recipe", "reranker")
-    some.always("embedding", None)
-    some.always("reranker.template", "{{ query }} => {{ document }}")
-    some.maybe(0.3, "reranker.temperature", 0.5)
-    if some.numbers.random() < 0.5:
-        _add_decoder(some, CLASSIFIERS)
-        some.maybe(0.3, "reranker.attention", "bidirectional")
-    _add_adapters(some)
-    some.always("dataset.num_negatives", 1, 3)
-    some.always("validation_dataset.num_negatives", 2)
-
-
-_T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-_SWITCH = {
-    **_T5,
-    "model_type": "switch_transformers",
-    "num_experts": 4,
-    "num_sparse_encoder_layers": 1,
-    "num_sparse_decoder_layers": 1,
-    "router_jitter_noise": 0.0,
+_LISTS = {"recipe": "reranker", "embedding": None, "validation_dataset.num_negatives": 2}
+KINDS: dict[str, tuple[str, Callable[[_Some], None], Options]] = {
+    "llm_finetune": ("llm_finetune/tiny_llama_python_docs.yaml", _add_decoder, {}),
+    "pretrain": ("pretrain/tiny_mixture.yaml", _add_decoder, {}),
+    "dpo": ("preference/tiny_dpo.yaml", _add_decoder, {}),
+    "kto": ("preference/tiny_kto.yaml", _add_decoder, {}),
+    "orpo": ("preference/tiny_orpo.yaml", _add_decoder, {}),
+    "reward_model": ("preference/tiny_reward.yaml", _perhaps(1, CLASSIFIERS), {}),
+    "distill": ("distill/tiny_distill.yaml", _add_decoder, {}),
+    "sequence_classification": ("classification/tiny_topics.yaml", _perhaps(0.5, CLASSIFIERS), {}),
+    "embedding": ("embedding/tiny_pairs.yaml", _perhaps(0.3), {}),
+    "reranker": ("embedding/tiny_pairs.yaml", _perhaps(0.5, CLASSIFIERS), _LISTS),
+    "seq2seq": ("seq2seq/tiny_summaries.yaml", _perhaps(0), {}),
+    "vlm_finetune": ("vlm_finetune/tiny_digits.yaml", _perhaps(0), {}),
+    "vlm_distill": ("distill/tiny_vlm_distill.yaml", _perhaps(0), {}),
 }
-"""A model that calls only the experts that a token of the micro-batch chooses."""
-_BART = {
-    "model_type": "bart",
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-}
+"""The example of each kind of training, what draws its model, and what it needs."""
 
 
-def _add_sources_and_targets(some: _Some) -> None:
-    dropout = some.numbers.choice([0.0, 0.1])
-    gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    some.always(
-        "model",
-        {"from_config": {**_T5, "dropout_rate": dropout}},
-        {"from_config": {**_T5, **gated, "dropout_rate": dropout}},
-        {"from_config": {**_BART, "dropout": dropout}},
-        {"from_config": {**_SWITCH, "dropout_rate": dropout}},
-    )
-    _add_adapters(some)
-    if "peft.target_modules" in some.options and "d_kv" in json.dumps(some.options["model"]):
-        some.always("peft.target_modules", ["q", "v"], "all-linear")
-    some.always("dataset.seq_length", 32, 64)
-    some.maybe(0.5, "dataset.target_length", 16)
-    some.maybe(0.2, "dataset.source_prompt", "explain: ")
-    some.maybe(0.2, "generation", {"prompts": ["def ", "class "], "max_new_tokens": 3})
-
-
-def _add_images(some: _Some) -> None:
-    _add_adapters(some)
-    some.maybe(0.3, "packed_sequence.size", 128)
-
-
-def _add_image_distillation(some: _Some) -> None:
-    _add_images(some)
-    _add_divergence(some)
-
-
-KINDS: dict[str, tuple[str, Callable[[_Some], None]]] = {
-    "llm_finetune": ("llm_finetune/tiny_llama_python_docs.yaml", _add_texts),
-    "pretrain": ("pretrain/tiny_mixture.yaml", _add_pretraining),
-    "dpo": ("preference/tiny_dpo.yaml", _add_pairs("dpo")),
-    "kto": ("preference/tiny_kto.yaml", _add_pairs("kto")),
-    "orpo": ("preference/tiny_orpo.yaml", _add_pairs("orpo")),
-    "reward_model": ("preference/tiny_reward.yaml", _add_pairs("reward_model")),
-    "distill": ("distill/tiny_distill.yaml", _add_distillation),
-    "sequence_classification": ("classification/tiny_topics.yaml", _add_classes),
-    "embedding": ("embedding/tiny_pairs.yaml", _add_embeddings),
-    "reranker": ("embedding/tiny_pairs.yaml", _add_lists),
-    "seq2seq": ("seq2seq/tiny_summaries.yaml", _add_sources_and_targets),
-    "vlm_finetune": ("vlm_finetune/tiny_digits.yaml", _add_images),
-    "vlm_distill": ("distill/tiny_vlm_distill.yaml", _add_image_distillation),
-}
-"""The example of each kind of training, and what adds the options that only this kind has."""
-
-
-# ---------------------------------------------------------------- options of all kinds
+# ---------------------------------------------------------------- options
 
 
 def _add_mesh(some: _Some, ranks: int) -> None:
@@ -413,39 +280,6 @@ def _has_experts(options: Options) -> bool:
     return "num_experts_per_tok" in config
 
 
-def _add_model(some: _Some) -> None:
-    some.maybe(0.3, "model.dtype", "bfloat16", "float32")
-    some.maybe(0.3, "distributed.mixed_precision", "bfloat16")
-    some.maybe(0.2, "model.activation_checkpointing", "full", "selective")
-    some.maybe(0.15, "model.attn_implementation", "eager", "sdpa")
-    some.maybe(0.1, "qat", {"scheme": "W8A8"}, {"scheme": "W8A16", "group_size": 16})
-    some.maybe(0.15, "model.freeze", ["*embed*"], ["*layers.0.*"])
-    some.maybe(
-        0.25, "ema", {"decay": 0.9}, {"decay": 0.5, "start_step": 2, "update_every_steps": 2}
-    )
-    if "ema" in some.options:
-        some.maybe(0.3, "ema.validate", True)
-        some.maybe(0.3, "checkpoint.export_ema", True, False)
-
-
-def _add_checkpoints(some: _Some) -> None:
-    some.maybe(0.4, "checkpoint.is_async", True)
-    some.maybe(0.3, "checkpoint.model_save_format", "torch_save")
-    some.maybe(0.25, "checkpoint.model_layout", "hf", "shards")
-    if some.options.get("checkpoint.model_layout") != "hf":
-        some.maybe(0.2, "checkpoint.incremental", True, False)
-    some.maybe(0.3, "checkpoint.save_consolidated", "every", "final", False)
-    some.maybe(0.2, "checkpoint.keep_last", 1, 2)
-    some.maybe(0.15, "checkpoint.average_last", 2)
-    some.maybe(0.2, "checkpoint.export_best", True)
-    some.maybe(0.1, "checkpoint.keep_best", 1)
-    some.maybe(0.1, "checkpoint.keep_every_steps", 4)
-    some.maybe(0.1, "checkpoint.memory", {}, {"every_steps": 1})
-    if some.numbers.random() < 0.2:
-        some.always("checkpoint.remote.url", f"file://{STORE}")
-        some.maybe(0.3, "checkpoint.remote.keep_last", 1, 2)
-
-
 _SCHEDULES = (
     {"name": "linear", "warmup_steps": 2},
     {"name": "constant"},
@@ -454,26 +288,95 @@ _SCHEDULES = (
     {"name": "inverse_sqrt", "warmup_steps": 2},
     {"name": "cosine_with_restarts", "kwargs": {"num_cycles": 2}},
 )
-_OPTIMIZERS = ("SGD", "Adafactor", "RMSprop", "Adam", "NAdam", "Adagrad")
+_TORCH_OPTIMIZERS = ("SGD", "Adafactor", "RMSprop", "Adam", "NAdam", "Adagrad")
+_OPTIMIZERS = [{"_target_": f"torch.optim.{name}", "lr": 0.002} for name in _TORCH_OPTIMIZERS]
 _ADAMW_8BIT = "automodel_ckpt.optim.adam8bit.AdamW8bit"
 _GROUPS = (
     [{"params": ["*layers.0.*"], "lr": 0.0005}],
     [{"params": ["hidden_matrices"], "_target_": "torch.optim.Muon", "lr": 0.02}],
 )
+_SPIKES = {"rollback": 1, "window": 2, "loss_factor": 1.02}
+_TEXTS = "automodel_ckpt.examples.data.python_docs.language_modeling"
+_SHORT = {"_target_": _TEXTS, "split": "validation", "seq_length": 16, "max_samples": 5}
+_PACKED = "llm_finetune distill vlm_finetune vlm_distill"
+OPTIONS: tuple[tuple[Any, ...], ...] = (
+    (1, "llm_finetune seq2seq", "dataset.seq_length", 32, 64),
+    (1, "llm_finetune", "validation_dataset.seq_length", 32),
+    (0.15, "llm_finetune", "validation_datasets.short", _SHORT),
+    (0.3, _PACKED, "packed_sequence.size", 128),
+    (0.2, "llm_finetune", "model.neftune_alpha", 5),
+    (0.15, "llm_finetune", "model.mtp", {"num_depths": 1}, {"num_depths": 2, "repeat_layer": True}),
+    (0.2, "llm_finetune seq2seq", "generation", {"prompts": ["def ", "The "], "max_new_tokens": 3}),
+    (1, "pretrain", "packed_sequence.size", 64, 128),
+    (0.5, "pretrain", "pretrain.base_width", None),
+    (0.3, "pretrain", "pretrain.split_documents", False),
+    (0.2, "pretrain", "pretrain.attend_across_documents", True),
+    (0.3, "pretrain", "pretrain.z_loss", 1e-4),
+    (0.3, "dpo", "dpo.beta", 0.5),
+    (0.4, "dpo", "dpo.precompute", True),
+    (0.3, "dpo", "dpo.loss", "ipo", "hinge", "robust"),
+    (0.2, "dpo", "dpo.label_smoothing", 0.1),
+    (0.3, "kto", "kto.beta", 0.5),
+    (0.3, "orpo", "orpo.learn_prompt", True),
+    (0.3, "reward_model", "reward_model.center_coefficient", 0.01),
+    (0.4, "distill vlm_distill", "distill.top_k", 16),
+    (0.4, "distill vlm_distill", "distill.divergence", "reverse_kl", "mixed"),
+    (0.3, "distill vlm_distill", "distill.temperature", 2.0),
+    (0.3, "distill vlm_distill", "distill.kd_ratio", 0.5),
+    (0.3, "embedding", "embedding.symmetric", True),
+    (0.3, "embedding", "embedding.negatives", "micro_batch", "global_batch"),
+    (0.3, "embedding", "embedding.pooling", "cls", "last"),
+    (1, "reranker", "reranker.template", "{{ query }} => {{ document }}"),
+    (0.3, "reranker", "reranker.temperature", 0.5),
+    (1, "reranker", "dataset.num_negatives", 1, 3),
+    (0.5, "seq2seq", "dataset.target_length", 16),
+    (0.2, "seq2seq", "dataset.source_prompt", "explain: "),
+    (0.3, "", "model.dtype", "bfloat16", "float32"),
+    (0.3, "", "distributed.mixed_precision", "bfloat16"),
+    (0.2, "", "model.activation_checkpointing", "full", "selective"),
+    (0.15, "", "model.attn_implementation", "eager", "sdpa"),
+    (0.1, "", "qat", {"scheme": "W8A8"}, {"scheme": "W8A16", "group_size": 16}),
+    (0.15, "", "model.freeze", ["*embed*"], ["*layers.0.*"]),
+    (0.15, "", "ema", {"decay": 0.9}),
+    (0.1, "", "ema", {"decay": 0.5, "start_step": 2, "update_every_steps": 2}),
+    (0.3, "", "step_scheduler.val_every_steps", 1, 3),
+    (0.1, "", "step_scheduler.on_spike", _SPIKES),
+    (0.4, "", "checkpoint.is_async", True),
+    (0.3, "", "checkpoint.model_save_format", "torch_save"),
+    (0.25, "", "checkpoint.model_layout", "hf", "shards"),
+    (0.3, "", "checkpoint.save_consolidated", "every", "final", False),
+    (0.2, "", "checkpoint.keep_last", 1, 2),
+    (0.15, "", "checkpoint.average_last", 2),
+    (0.2, "", "checkpoint.export_best", True),
+    (0.1, "", "checkpoint.keep_best", 1),
+    (0.1, "", "checkpoint.keep_every_steps", 4),
+    (0.1, "", "checkpoint.memory", {}, {"every_steps": 1}),
+    (0.2, "", "checkpoint.remote.url", f"file://{STORE}"),
+    (0.2, "", "lr_scheduler", *_SCHEDULES),
+    (0.22, "", "optimizer", *_OPTIMIZERS),
+    (0.04, "", "optimizer", {"_target_": _ADAMW_8BIT, "lr": 0.002, "min_elements": 64}),
+    (0.1, "", "optimizer.no_decay", "none", ["*proj*"]),
+    (0.2, "", "optimizer.groups", *_GROUPS),
+    (0.15, "", "clip_grad_norm", None, 0.1),
+    (0.1, "", "dataloader.num_workers", 1, 2),
+    (0.1, "", "dataloader.padding_free", False),
+    (0.1, "", "dataloader.drop_last", True),
+    (0.1, "", "deterministic", True),
+    (0.1, "", "profile", {"start_step": 3, "num_steps": 1}),
+    (0.1, "", "seed", 0, 7),
+    (0.15, "", "logging.sample_ids", True),
+)
+"""(probability, the kinds of training or an empty text for all, key, values)."""
 
 
-def _add_training(some: _Some) -> None:
-    some.maybe(0.2, "lr_scheduler", *_SCHEDULES)
-    optimizers = [{"_target_": f"torch.optim.{name}", "lr": 0.002} for name in _OPTIMIZERS]
-    optimizers.append({"_target_": _ADAMW_8BIT, "lr": 0.002, "min_elements": 64})
-    some.maybe(0.25, "optimizer", *optimizers)
-    some.maybe(0.1, "optimizer.no_decay", "none", ["*proj*"])
-    some.maybe(0.2, "optimizer.groups", *_GROUPS)
-    some.maybe(0.15, "clip_grad_norm", None, 0.1)
-    some.maybe(0.1, "dataloader.num_workers", 1, 2)
-    some.maybe(0.1, "dataloader.padding_free", False)
-    some.maybe(0.1, "dataloader.drop_last", True)
-    some.maybe(0.1, "deterministic", True)
-    some.maybe(0.1, "profile", {"start_step": 3, "num_steps": 1})
-    some.maybe(0.1, "seed", 0, 7)
-    some.maybe(0.15, "logging.sample_ids", True)
+def _add_dependent_options(some: _Some) -> None:
+    """Options that need others."""
+    if "ema" in some.options:
+        some.maybe(0.3, "ema.validate", True)
+        some.maybe(0.3, "checkpoint.export_ema", True, False)
+    if some.options.get("checkpoint.model_layout") != "hf":
+        some.maybe(0.2, "checkpoint.incremental", True, False)
+    if "checkpoint.remote.url" in some.options:
+        some.maybe(0.3, "checkpoint.remote.keep_last", 1, 2)
+    if some.options.get("recipe") == "reranker" and "model" in some.options:
+        some.maybe(0.3, "reranker.attention", "bidirectional")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ from automodel_ckpt.base.hub_access import is_revision_name
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.errors import unusable
 
 FORMAT_VERSION = 1
 _MAX_BYTES = 16 << 20
@@ -22,7 +22,7 @@ _WITHOUT_ADAPTERS = (
 
 def read_peft_record(
     checkpoint: Path, directory: str, *, without: str = _WITHOUT_ADAPTERS
-) -> dict[str, Any]:
+) -> ValueDict:
     """The content of automodel_peft_config.json in a module's *directory*, with at least ``base`` and ``adapter``.
 
     Raises :class:`CheckpointUnusable` where there is none, with the hint *without*, or none of ours.
@@ -38,29 +38,24 @@ def read_peft_record(
         except (OSError, ValueError) as error:
             record, fault = {}, repr(error)[:200]
         if fault:
-            raise CheckpointUnusable(
-                "the description of the adapters cannot be read",
-                where=str(checkpoint / place),
-                value=fault,
-                hint="restore the file from another copy, or use another checkpoint",
+            raise unusable(
+                "the description of the adapters cannot be read", checkpoint / place, fault
             )
         return dict(record)
-    raise CheckpointUnusable(
+    raise unusable(
         "this checkpoint holds no adapters",
-        where=str(checkpoint / directory),
-        value=f"no {layout.AUTOMODEL_PEFT_CONFIG}",
-        hint=without,
+        checkpoint / directory,
+        f"no {layout.AUTOMODEL_PEFT_CONFIG}",
+        without,
     )
 
 
 def _fault(record: Any) -> str | None:
-    if not isinstance(record, dict) or not all(
-        isinstance(record.get(key), dict) for key in ("base", "adapter")
-    ):
+    if not isinstance(record, dict) or record.get("format_version") != FORMAT_VERSION:
+        return f"its format_version is not {FORMAT_VERSION}"
+    base, adapter = record.get("base"), record.get("adapter")
+    if not isinstance(base, dict) or not isinstance(adapter, dict):
         return "it lacks base or adapter"
-    version, base = record.get("format_version", 0), record["base"]
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        return f"format_version {str(version)[:50]} is later than {FORMAT_VERSION}"
     relative = base.get("relative_to_run")
     if not _is_path(base.get("name")) or not (relative is None or _is_path(relative)):
         return "it does not state where the base is"
@@ -74,7 +69,7 @@ def _is_path(value: object) -> bool:
         return False
 
 
-def base_revision(config: Mapping[str, Any], path: Path) -> str | None:
+def base_revision(config: Values, path: Path) -> str | None:
     """Return the revision of an adapter's base on the Hub, from peft's *config* at *path*; None: the main branch.
 
     Raises :class:`CheckpointUnusable` for a value that cannot be the name of a branch, tag or commit.
@@ -83,16 +78,16 @@ def base_revision(config: Mapping[str, Any], path: Path) -> str | None:
     if revision is None:
         return None
     if not isinstance(revision, str) or not is_revision_name(revision):
-        raise CheckpointUnusable(
+        raise unusable(
             "the revision of the adapter's base is not a branch, tag or commit",
-            where=str(path),
-            value=f"revision: {revision!r:.100}",
-            hint="correct the file, or name the directory of the base with --base",
+            path,
+            f"revision: {revision!r:.100}",
+            "correct the file, or name the directory of the base with --base",
         )
     return revision
 
 
-def find_base(record: Mapping[str, Any], run: Path) -> str:
+def find_base(record: Values, run: Path) -> str:
     """Return the present path of an adapter's base: the recorded path, or the relative one if both were moved.
 
     A Hub name is returned unchanged. Raises :class:`CheckpointUnusable` if the base does not exist.
@@ -105,9 +100,9 @@ def find_base(record: Mapping[str, Any], run: Path) -> str:
     for place in (name, moved):
         if Path(place).is_dir():
             return place
-    raise CheckpointUnusable(
+    raise unusable(
         "the base model of this adapter is not where it was",
-        where=name,
-        value=f"nor at {moved}",
-        hint="put it back, or name its place with --base",
+        name,
+        f"nor at {moved}",
+        "put it back, or name its place with --base",
     )

@@ -19,6 +19,7 @@ import xxhash
 
 from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.durable_file import file_record
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.run.notes import read_note, write_note
 from automodel_ckpt.errors import RecipeError, os_problem
@@ -42,7 +43,7 @@ class BaseIdentity:
         lines = [f"{name} {record.digest}\n" for name, record in sorted(self.files.items())]
         return digest_of("".join(lines).encode())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> ValueDict:
         """Return the identity as values for JSON."""
         files = {name: asdict(record) for name, record in self.files.items()}
         return {

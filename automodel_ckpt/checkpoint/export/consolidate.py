@@ -37,12 +37,7 @@ from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.checkpoint.sources.source import Source, open_checkpoint
-from automodel_ckpt.errors import (
-    AutomodelError,
-    CheckpointUnusable,
-    Problem,
-    RecipeError,
-)
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError, unusable
 
 __all__ = ["ConsolidationReport", "consolidate", "consolidate_script"]
 
@@ -161,11 +156,11 @@ def _num_threads(num_procs: int, num_threads: int) -> int:
 
 def adapter_of_another_program(directory: Path) -> CheckpointUnusable:
     """Return the error of an export of the adapter in *directory*, which another program saved."""
-    return CheckpointUnusable(
+    return unusable(
         "this is an adapter, not a complete model",
-        where=str(directory),
-        value=layout.ADAPTER_MODEL,
-        hint="peft loads this directory as it is; to merge it with its base, import it with `ckpt import DIR RUN`, "
+        directory,
+        layout.ADAPTER_MODEL,
+        "peft loads this directory as it is; to merge it with its base, import it with `ckpt import DIR RUN`, "
         "then `ckpt export RUN --merge`",
     )
 
@@ -174,11 +169,11 @@ def _check_needs_consolidation(source: Source) -> None:
     if layout.ADAPTER_MODEL in source.files:
         raise adapter_of_another_program(source.model_directory)
     if source.finished and source.manifest is None:
-        raise CheckpointUnusable(
+        raise unusable(
             "these are complete Hugging Face files, not shards: they need no consolidation",
-            where=str(source.model_directory),
-            value=counted(len(source.files), "file"),
-            hint="use the directory as it is",
+            source.model_directory,
+            counted(len(source.files), "file"),
+            "use the directory as it is",
         )
 
 
@@ -211,9 +206,9 @@ def _damaged(source: Source, damaged: Slice, num_threads: int) -> AutomodelError
     """Return the error that stopped the copy, with all other damage in the source."""
     if problems := _problems(source, num_threads, "digest"):
         return CheckpointUnusable.all_of(problems)
-    return CheckpointUnusable(
+    return unusable(
         "a slice changed while it was read",
-        where=str(source.root / damaged.file),
-        value=f"tensor {damaged.fqn} (slice at {list(damaged.offsets)})",
-        hint="check for another program that writes there or for faulty memory, then export again",
+        source.root / damaged.file,
+        f"tensor {damaged.fqn} (slice at {list(damaged.offsets)})",
+        "check for another program that writes there or for faulty memory, then export again",
     )

@@ -43,7 +43,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     is_one_run,
 )
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import unusable
 
 _MAX_OPEN = 64
 _CACHEFUL_BYTES = 256 << 10
@@ -74,11 +74,8 @@ class Inputs:
             except OSError as error:
                 count, why = 0, str(error.strerror)
             if count == 0:
-                raise CheckpointUnusable(
-                    "a slice cannot be read",
-                    where=str(self._root / file),
-                    value=f"at byte {start + done}: {why}",
-                    hint="restore the file from another copy, or use another checkpoint",
+                raise unusable(
+                    "a slice cannot be read", self._root / file, f"at byte {start + done}: {why}"
                 )
             done += count
 
@@ -225,8 +222,8 @@ def write_weights(
     Raises :class:`DamagedSlice` for a slice with another digest, OSError with the file's name, and
     :class:`CheckpointUnusable` for a source that is too short.
     """
-    digests: list[Digested] = []
-    tasks: list[tuple[ExportTensor, int, str]] = []
+    digests = []
+    tasks = []
     outputs: dict[str, Output] = {}
     stopped = threading.Event()
 
@@ -307,7 +304,7 @@ class _Copier:
         as_is = tensor.dtype == tensor.stored.dtype and all(
             is_one_run(part.stored.box, shape) for part in parts
         )
-        digests: list[tuple[int, int, str]] = []
+        digests = []
         hashed = xxhash.xxh3_128()
         first = 0
         for box in boxes(shape, BLOCK_BYTES // itemsize):

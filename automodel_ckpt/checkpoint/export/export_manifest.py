@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
@@ -21,10 +21,11 @@ from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.durable_file import part_digests
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, read_safely
 from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.slices import Tensor, row_major_boxes
 from automodel_ckpt.checkpoint.parts.tree import size_problem
-from automodel_ckpt.errors import CheckpointUnusable, Problem
+from automodel_ckpt.errors import CheckpointUnusable, Problem, unusable
 
 # A line of a hundred bytes for each byte range; parsed, it takes up to 25 times as much memory. A longer manifest must
 # have that many bytes of weights beside it to describe.
@@ -47,7 +48,7 @@ class DigestedRange(NamedTuple):
     digest: str
 
 
-def _ranges(entry: Mapping[str, Any]) -> tuple[DigestedRange, ...]:
+def _ranges(entry: Values) -> tuple[DigestedRange, ...]:
     """The byte ranges of a file that an entry of the manifest describes. Raises ValueError, KeyError or TypeError."""
     size = int(entry["size"])
     # Only files with weights have parts; the others have one digest (docs/format.md).
@@ -92,19 +93,19 @@ class ExportManifest:
             AttributeError,
             OverflowError,
         ) as error:
-            raise CheckpointUnusable(
+            raise unusable(
                 "an export's manifest is missing or malformed",
-                where=str(path),
-                value=repr(error)[:300],
-                hint=_hint(directory),
+                path,
+                repr(error)[:300],
+                _hint(directory),
             ) from error
         for name in files:
             if reason := layout.unsafe_path(name):
-                raise CheckpointUnusable(
+                raise unusable(
                     "an export's manifest names a file outside of it",
-                    where=str(path),
-                    value=f"{name!r}: {reason}",
-                    hint=_hint(directory),
+                    path,
+                    f"{name!r}: {reason}",
+                    _hint(directory),
                 )
         return cls(directory, files, follow_links)
 
@@ -150,7 +151,7 @@ class ExportManifest:
 
     def _tasks(self, name: str) -> Iterator[tuple[str, Sequence[DigestedRange]]]:
         """Yield the byte ranges of a file in groups of about 64 MiB."""
-        group: list[DigestedRange] = []
+        group = []
         nbytes = 0
         for each in self.files[name]:
             group.append(each)
@@ -199,11 +200,11 @@ class ExportManifest:
         Raises :class:`CheckpointUnusable`.
         """
         if name not in self.files:
-            raise CheckpointUnusable(
+            raise unusable(
                 "the export's manifest does not list this file",
-                where=str(self.directory / name),
-                value=name,
-                hint=_hint(self.directory),
+                self.directory / name,
+                name,
+                _hint(self.directory),
             )
         if problem := self._size_problem(name):
             raise CheckpointUnusable.all_of([problem])
@@ -244,11 +245,11 @@ class ExportManifest:
                     )
                 )
         if sum(each.nbytes for each in slices) != whole.nbytes:
-            raise CheckpointUnusable(
+            raise unusable(
                 f"the export's manifest does not match the tensor {tensor.fqn!r}",
-                where=str(self.directory / name),
-                value="its byte ranges are not those of the file's header",
-                hint=_hint(self.directory),
+                self.directory / name,
+                "its byte ranges are not those of the file's header",
+                _hint(self.directory),
             )
         return replace(tensor, slices=tuple(slices))
 

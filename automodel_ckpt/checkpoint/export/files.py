@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.base.units import counted
@@ -21,11 +21,12 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, TORCH_NAMES, main_dtype
 from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import MAX_SIDE_BYTES, is_side_file, unreadable
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.export.copy_engine import Digested
@@ -49,7 +50,7 @@ def cast_lines(casts: Mapping[tuple[str, str], int]) -> list[str]:
     ]
 
 
-def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, bytes], list[str]]:
+def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[FileDict, list[str]]:
     """Return the content of every file of the export beside the weights, and warnings for the user.
 
     Raises :class:`CheckpointUnusable` if a file cannot be read, or config.json is not a JSON mapping.
@@ -81,7 +82,7 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
 
 def _side_names(source: Source, directory: Path) -> Iterable[str]:
     """Return the names of the side files. For a checkpoint in Hugging Face files, only those in its manifest."""
-    names: Iterable[str] = _files_below(directory)
+    names = _files_below(directory)
     if source.metadata_directory is None or (source.finished and source.manifest is None):
         # Known names only: the weights themselves are in this directory, and whatever else the user keeps there.
         names = filter(is_side_file, names)
@@ -113,12 +114,7 @@ def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple
     except ValueError:
         config = None
     if not isinstance(config, dict):
-        raise CheckpointUnusable(
-            "config.json is not a JSON mapping",
-            where=str(path),
-            value=repr(raw[:40]),
-            hint="restore the file from another copy",
-        )
+        raise unusable("config.json is not a JSON mapping", path, repr(raw[:40]))
     code = main_dtype((tensor.dtype, tensor.nbytes) for tensor in plan.tensors)
     if code is not None:
         _set_dtype(config, TORCH_NAMES[code])
@@ -128,7 +124,7 @@ def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple
     return json.dumps(config, indent=2).encode() + b"\n", warnings
 
 
-def _set_dtype(config: dict[str, Any], name: str, *, top: bool = True) -> None:
+def _set_dtype(config: ValueDict, name: str, *, top: bool = True) -> None:
     """Set the dtype where the config has one (``dtype``; ``torch_dtype`` before transformers 5), also in its parts.
 
     At the *top*, it is added if it is missing.
@@ -143,7 +139,7 @@ def _set_dtype(config: dict[str, Any], name: str, *, top: bool = True) -> None:
             _set_dtype(value, name, top=False)
 
 
-def _drop_quantization(config: dict[str, Any], plan: Plan, maps: BaseMaps) -> list[str]:
+def _drop_quantization(config: ValueDict, plan: Plan, maps: BaseMaps) -> list[str]:
     """Remove quantization_config if all tensors that are quantized in the base are float now. Returns warnings."""
     is_float = [t.dtype in ORDINARY_FLOATS for t in quantized_in_base(plan.tensors, maps)]
     if "quantization_config" not in config or not any(is_float):
@@ -154,7 +150,7 @@ def _drop_quantization(config: dict[str, Any], plan: Plan, maps: BaseMaps) -> li
     return ["config.json loses its quantization_config: the weights are float now"]
 
 
-def write_side_files(files: Mapping[str, bytes], staging: Path) -> None:
+def write_side_files(files: Files, staging: Path) -> None:
     """Write and fsync the *files* of :func:`side_files`, but not their directory entries. Raises OSError."""
     for name, data in sorted(files.items()):
         path = staging / name
@@ -182,12 +178,12 @@ def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Di
     commit.write_file(staging / layout.EXPORT_MANIFEST, json.dumps(document).encode() + b"\n")
 
 
-def _listed(plan: Plan, staging: Path, parts: Iterable[Digested]) -> dict[str, dict[str, Any]]:
+def _listed(plan: Plan, staging: Path, parts: Iterable[Digested]) -> dict[str, ValueDict]:
     """Return the size and digest of every file; for files of weights, the digests of their parts in order."""
     found: dict[str, list[Digested]] = {file.name: [] for file in plan.files}
     for part in parts:
         found[part.file].append(part)
-    listed: dict[str, dict[str, Any]] = {}
+    listed = {}
     for name in sorted(_files_below(staging)):
         if name in found:
             in_order = sorted(found[name], key=lambda part: part.start)

@@ -26,6 +26,14 @@ from automodel_ckpt.checkpoint.export.plan import file_numbers
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES, dtype_code, main_dtype
 from automodel_ckpt.checkpoint.files.safetensors_header import TensorEntry, read_header
+from automodel_ckpt.checkpoint.files.type_aliases import (
+    FileDict,
+    Files,
+    Shape,
+    Texts,
+    ValueDict,
+    Values,
+)
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import (
     DTYPE_MAP,
@@ -54,7 +62,7 @@ class TensorSpec(NamedTuple):
     """A tensor of the model: safetensors dtype code and global shape."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 def tensor_specs(model: Any) -> dict[str, TensorSpec]:
@@ -94,9 +102,9 @@ class HFAssets:
     architecture: str | None = None
     prefix: str = ""
     tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Texts = field(default_factory=dict)
     declared: Iterable[str] = ()
-    further: Mapping[str, bytes] | None = None
+    further: Files | None = None
     float32_in: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     @classmethod
@@ -159,7 +167,7 @@ class HFAssets:
         except (ValueError, OSError) as error:
             raise RecipeError(
                 "the side files of an export cannot be created (config, generation config or tokenizer)",
-                where=str(self.base_dir or "the model of this recipe"),
+                where=self.base_dir or "the model of this recipe",
                 value=str(error).strip(),
                 hint="fix the model's generation config or its tokenizer",
             ) from error
@@ -196,7 +204,7 @@ class HFAssets:
         return sum(map(len, self.files.values()))
 
     @functools.cached_property
-    def files(self) -> Mapping[str, bytes]:
+    def files(self) -> Files:
         """All side files, by name: an export's own, and the base's maps."""
         # The base's own bytes take precedence, except for config.json, which describes this model.
         copied = self._copied()
@@ -209,7 +217,7 @@ class HFAssets:
         if self.tensors:
             files[FILE_INDEX_MAP] = _json_bytes(self.file_index_mapping)
             # A tensor that an export must contain: its shape, and the dtypes of an export in which it stays float32.
-            expected: dict[str, dict[str, Any]] = {}
+            expected: dict[str, ValueDict] = {}
             for fqn, spec in self._exported.items():
                 expected[fqn] = {"shape": list(spec.shape)}
                 if fqn in self.float32_in:
@@ -240,9 +248,9 @@ class HFAssets:
         content = with_older_keys(json.loads(config.to_json_string()))
         return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
-    def _copied(self) -> dict[str, bytes]:
+    def _copied(self) -> FileDict:
         """The base's own files, unchanged, and the code of the model's class; empty without both."""
-        files: dict[str, bytes] = {}
+        files: FileDict = {}
         if self.code_dir is not None:
             files |= read_files(self.code_dir, CODE_FILES)
         if self.base_dir is not None:
@@ -255,10 +263,10 @@ class HFAssets:
     @functools.cached_property
     def _exported(self) -> dict[str, TensorSpec]:
         """The tensors of an export. Tied tensors have the names that the base has, otherwise the stored one."""
-        groups: dict[str, list[str]] = {fqn: [fqn] for fqn in self.tensors}
+        groups = {fqn: [fqn] for fqn in self.tensors}
         for alias, stored_name in self.tied.items():
             groups[stored_name].append(alias)
-        exported: dict[str, TensorSpec] = {}
+        exported = {}
         for stored_name, names in groups.items():
             in_base = [name for name in names if name in self._base]
             for name in in_base or [stored_name]:
@@ -282,7 +290,7 @@ class HFAssets:
             except (OSError, CheckpointUnusable) as error:
                 raise RecipeError(
                     "a file of the base model cannot be read",
-                    where=str(directory / file),
+                    where=directory / file,
                     value=str(error),
                     hint="download the base model again",
                 ) from error
@@ -310,7 +318,7 @@ class HFAssets:
             )
 
 
-def tokenizer_files(tokenizer: Any, base_dir: Path | str | None) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: Any, base_dir: Path | str | None) -> FileDict:
     """The files of a *tokenizer* or processor: its own bytes where it was read from files and is unchanged.
 
     It was read from the directory that it names itself, or *base_dir*. None has no files.
@@ -331,12 +339,12 @@ def tokenizer_files(tokenizer: Any, base_dir: Path | str | None) -> dict[str, by
         return read_files(Path(directory), ("*", "additional_chat_templates/*"))
 
 
-def _local_references(references: Mapping[str, Any], files: Iterable[str]) -> dict[str, Any]:
+def _local_references(references: Values, files: Iterable[str]) -> ValueDict:
     """*references* to Python classes (``auto_map``) without the name of a repository, if *files* contain the module.
 
     For a model of the Hub, transformers changes ``module.Class`` to ``owner/name--module.Class``.
     """
-    local: dict[str, Any] = {}
+    local = {}
     for auto_class, reference in references.items():
         local[auto_class] = reference
         _, separator, name = str(reference).rpartition("--")
@@ -365,7 +373,7 @@ def _read_unchanged(tokenizer: Any, directory: Path) -> Any:
     return read if is_same else None
 
 
-def _with_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]:
+def _with_template(files: Files, template: str) -> FileDict:
     """Return the *files* of a tokenizer with another chat template, in all places that programs read it from."""
     changed = {name: content for name, content in files.items() if "chat_template" not in name}
     changed["chat_template.jinja"] = template.encode()
@@ -389,5 +397,5 @@ def _files_of(tokenizer: Any) -> tuple[str, ...]:
     return (*TOKENIZER_FILES, *(name for name in stated if isinstance(name, str)))
 
 
-def _json_bytes(value: Mapping[str, Any]) -> bytes:
+def _json_bytes(value: Values) -> bytes:
     return json.dumps(dict(value), indent=1).encode() + b"\n"

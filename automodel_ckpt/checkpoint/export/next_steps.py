@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 
 _CONFIG = "config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
@@ -113,7 +112,7 @@ def _auto_class(directory: Path) -> str:
     return _CAUSAL
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> Values:
     try:
         content = parse_json(path.read_bytes())
     except (OSError, ValueError):

@@ -7,8 +7,9 @@ their defaults (a rotary base of 10000), without an error. transformers 5 reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 
 _PARAMETERS = "rope_parameters"
 _KIND = "rope_type"
@@ -39,7 +40,7 @@ _RENAMED = {
 _MAX_DEPTH = 20
 
 
-def with_older_keys(config: Mapping[str, Any], *, depth: int = 0) -> dict[str, Any]:
+def with_older_keys(config: Values, *, depth: int = 0) -> ValueDict:
     """Return *config*, the content of config.json, with the older keys of what it and its parts state.
 
     Keys that it has are unchanged.
@@ -47,7 +48,7 @@ def with_older_keys(config: Mapping[str, Any], *, depth: int = 0) -> dict[str, A
     return {**_older_keys(config), **_with_parts(config, with_older_keys, depth)}
 
 
-def without_older_keys(config: Mapping[str, Any], *, depth: int = 0) -> dict[str, Any]:
+def without_older_keys(config: Values, *, depth: int = 0) -> ValueDict:
     """Return *config* without the older keys that repeat what it states."""
     older = _older_keys(config)
     changed = _with_parts(config, without_older_keys, depth)
@@ -58,23 +59,21 @@ def without_older_keys(config: Mapping[str, Any], *, depth: int = 0) -> dict[str
     }
 
 
-def _with_parts(
-    config: Mapping[str, Any], change: Callable[..., dict[str, Any]], depth: int
-) -> dict[str, Any]:
+def _with_parts(config: Values, change: Callable[..., ValueDict], depth: int) -> ValueDict:
     """Return *config* with its changed parts."""
-    changed: dict[str, Any] = {}
+    changed = {}
     for key, value in config.items():
         is_part = key.endswith("_config") and isinstance(value, dict) and depth < _MAX_DEPTH
         changed[key] = change(value, depth=depth + 1) if is_part else value
     return changed
 
 
-def _older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def _older_keys(config: Values) -> ValueDict:
     """Return the older keys of what *config* itself states."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         return {}
-    found: dict[str, Any] = {
+    found = {
         older: config[name]
         for older, name in {**_DTYPE, **_RENAMED.get(kind, {})}.items()
         if name in config
@@ -85,10 +84,10 @@ def _older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _positions(kind: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _positions(kind: str, parameters: Values) -> ValueDict:
     """Return the older keys of the rotary *parameters*; none for those that no older key can state."""
     names = {_THETA: _THETA, _PARTIAL: _PARTIAL, **_OTHER_NAMES.get(kind, {})}
-    found: dict[str, Any] = {}
+    found = {}
     if any(isinstance(value, dict) for value in parameters.values()):
         full, sliding = parameters.get(_FULL), parameters.get(_SLIDING)
         if kind not in _BASES or not isinstance(full, dict) or not isinstance(sliding, dict):

@@ -15,8 +15,9 @@ from automodel_ckpt.base.units import counted_are
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS, dtype_code
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
-from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Texts
+from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorDict, TensorMap, nbytes_of
+from automodel_ckpt.errors import RecipeError, unusable
 
 _MAX_FILE_BYTES = 5_000_000_000
 _SHORT_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
@@ -30,8 +31,8 @@ class BaseMaps:
     """
 
     file_index: Mapping[str, int] | None = None
-    dtype: Mapping[str, str] | None = None
-    shape: Mapping[str, tuple[int, ...]] | None = None
+    dtype: Texts | None = None
+    shape: Mapping[str, Shape] | None = None
     tie_word_embeddings: bool = False
     is_adapter: bool = False
     float32_in: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -130,8 +131,8 @@ def parse_cast_dtype(name: str | None) -> str | None:
 
 
 def make_plan(
-    tensors: Mapping[str, Tensor],
-    tied: Mapping[str, str],
+    tensors: TensorMap,
+    tied: Texts,
     maps: BaseMaps,
     *,
     cast_dtype: str | None = None,
@@ -164,9 +165,7 @@ def make_plan(
     return Plan(tuple(files), tuple(warnings))
 
 
-def export_names(
-    tensors: Mapping[str, Tensor], tied: Mapping[str, str], maps: BaseMaps, where: str
-) -> dict[str, Tensor]:
+def export_names(tensors: TensorMap, tied: Texts, maps: BaseMaps, where: str) -> TensorDict:
     """Return the stored tensor of each name in the export: the names of the base if known, or else the stored ones.
 
     Without its shapes, the base's output layer is left out if it is not stored, but tied. Raises
@@ -175,8 +174,8 @@ def export_names(
     if maps.names is None:
         return dict(tensors)
     groups = _tie_groups(tied)
-    result: dict[str, Tensor] = {}
-    missing: list[str] = []
+    result = {}
+    missing = []
     # Sorted: the order of a set of text differs between processes, and ranks that fill files
     # together must plan the same ones (formats/hf.py).
     for fqn in sorted(maps.names):
@@ -201,16 +200,16 @@ def export_names(
                 parts = [f"{result[fqn].shape}, not {shape}"]
                 break
     if parts:
-        raise CheckpointUnusable(
+        raise unusable(
             what,
-            where=where,
-            value="; ".join(parts),
-            hint="use another checkpoint; if the model was changed on purpose, .hf_metadata must describe the new one",
+            where,
+            "; ".join(parts),
+            "use another checkpoint; if the model was changed on purpose, .hf_metadata must describe the new one",
         )
     return result
 
 
-def _tie_groups(tied: Mapping[str, str]) -> dict[str, list[str]]:
+def _tie_groups(tied: Texts) -> dict[str, list[str]]:
     """Return all names of the group of each tied name, the stored one first."""
     groups = {stored: [stored] for stored in tied.values()}
     for alias, stored in tied.items():
@@ -271,7 +270,7 @@ def _group(exported: Sequence[ExportTensor], maps: BaseMaps) -> list[list[Export
 def file_numbers(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the number (from 1) of each tensor's file, for files of at most 5 GB; *sizes* in bytes, by name."""
     number, nbytes = 1, 0
-    result: dict[str, int] = {}
+    result = {}
     for fqn, size in sizes.items():
         if nbytes and nbytes + size > _MAX_FILE_BYTES:
             number, nbytes = number + 1, 0

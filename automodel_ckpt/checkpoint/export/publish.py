@@ -36,7 +36,7 @@ def resolved_target(output: str | os.PathLike[str] | None, default: Path) -> Pat
     if output is None and default.is_symlink():
         raise SaveFailed(
             "the default directory of the export is a symbolic link",
-            where=str(default),
+            where=default,
             value=os.readlink(default),
             hint="remove the link, or name a directory with --output",
         )
@@ -50,7 +50,7 @@ def check_target(target: Path) -> None:
         return
     if not target.is_dir():
         raise _not_replaceable(target, "not a directory")
-    exported: set[str] = set()
+    exported = set()
     with contextlib.suppress(CheckpointUnusable):
         exported = {*ExportManifest.read(target).files, layout.EXPORT_MANIFEST}
     others = (file for file in _files(target) if file not in exported)
@@ -63,7 +63,7 @@ def check_target(target: Path) -> None:
 def _not_replaceable(target: Path, value: str) -> SaveFailed:
     return SaveFailed(
         "the output directory holds files that no export made",
-        where=str(target),
+        where=target,
         value=value,
         hint="move them away, or choose another output path",
     )

@@ -12,6 +12,8 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict
+
 # Enough for every file of a model and for the manifests of most checkpoints. Real files above this take at most
 # MAX_GROWTH times their size: manifests with many ranks and indexes with many tensors have long names and digests.
 FREE_BYTES = 256 << 20
@@ -132,7 +134,7 @@ def text(value: object) -> str:
     return value
 
 
-def sizes_of(value: Iterable[object]) -> tuple[int, ...]:
+def sizes_of(value: Iterable[object]) -> Shape:
     """Convert a shape or offsets from JSON. Raises TypeError or ValueError if they are malformed."""
     sizes = tuple(integer(item) for item in value)
     if len(sizes) > MAX_DIMENSIONS:
@@ -140,7 +142,7 @@ def sizes_of(value: Iterable[object]) -> tuple[int, ...]:
     return sizes
 
 
-def mapping(value: object) -> dict[str, Any]:
+def mapping(value: object) -> ValueDict:
     """Check the depth of a mapping for display, and its integers, which later code stores in 64 bits."""
     if not isinstance(value, dict):
         raise TypeError(f"{shown(value)} is not a mapping")

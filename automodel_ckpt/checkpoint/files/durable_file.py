@@ -141,7 +141,7 @@ def part_digests(path: Path, sizes: Sequence[int], *, start: int = 0) -> list[st
 
     A file that is too short has fewer digests than ranges.
     """
-    digests: list[str] = []
+    digests = []
     at = start
     with _opened(path) as descriptor:
         for size in sizes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -19,10 +19,12 @@ from automodel_ckpt.base.other_weights import LFS_HINT, POINTER
 from automodel_ckpt.checkpoint.files.bounded_json import MAX_DIMENSIONS, parse_json
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict, Texts
 from automodel_ckpt.checkpoint.parts.slices import counts, nbytes_of, shape_fault
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import unusable
 
 # The safetensors library's own limit; a file with more would not load anywhere.
+_WHAT = "not a usable safetensors file"
 MAX_HEADER_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
 _LENGTH_BYTES = 8
@@ -32,18 +34,17 @@ class TensorEntry(NamedTuple):
     """A tensor in a file: safetensors dtype code, shape, and absolute byte range ``start .. end`` of the file."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The contents of a safetensors file; *data_start* is the absolute byte where its data section begins."""
+    """The contents of a safetensors file."""
 
     tensors: dict[str, TensorEntry]
-    metadata: dict[str, str] = field(default_factory=dict)
-    data_start: int = 0
+    metadata: TextDict = field(default_factory=dict)
 
 
 class _Fault(Exception):
@@ -63,7 +64,7 @@ def read_header(path: str | os.PathLike[str], start: int = 0, nbytes: int | None
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode):
         os.close(descriptor)
-        raise _unusable(path, _Fault("it is not a regular file"))
+        raise unusable(_WHAT, str(path), "it is not a regular file")
     size = info.st_size if nbytes is None else nbytes
     with open(descriptor, "rb", closefd=True) as file:
         file.seek(start)
@@ -71,7 +72,7 @@ def read_header(path: str | os.PathLike[str], start: int = 0, nbytes: int | None
             length = _header_length(file.read(min(_LENGTH_BYTES, size)), size)
             return _parse(file.read(length), _LENGTH_BYTES + length, size)
         except _Fault as fault:
-            raise _unusable(path, fault) from None
+            raise unusable(_WHAT, str(path), str(fault)) from None
 
 
 def read_header_safely(
@@ -84,7 +85,7 @@ def read_header_safely(
 
 def build_header(
     entries: Sequence[tuple[str, str, Sequence[int]]],
-    metadata: Mapping[str, str],
+    metadata: Texts,
     *,
     align: int = 4096,
 ) -> tuple[bytes, dict[str, int]]:
@@ -108,15 +109,6 @@ def build_header(
         raise ValueError(f"the header takes {length} bytes, the format allows {MAX_HEADER_BYTES}")
     header = length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
     return header, {fqn: data_start + start for fqn, start in relative.items()}
-
-
-def _unusable(path: str | os.PathLike[str], fault: _Fault) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        "not a usable safetensors file",
-        where=str(Path(path)),
-        value=str(fault),
-        hint="take the file from another copy, or use another checkpoint",
-    )
 
 
 def _header_length(prefix: bytes, file_bytes: int) -> int:
@@ -152,19 +144,16 @@ def _parse(text: bytes, data_start: int, file_bytes: int) -> Header:
     # An empty tensor begins where the next one does, and has to come first.
     for fqn, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != at:
-            relation = "overlaps" if entry.start < at else "leaves a gap after"
-            raise _Fault(f"{fqn!r} {relation} {before}")
+            raise _Fault(f"{fqn!r} does not begin where {before} ends")
         at, before = entry.end, repr(fqn)
-    if at > file_bytes:
-        raise _Fault(f"it is truncated: its tensors end at byte {at}, the file at {file_bytes}")
-    if at < file_bytes:
-        raise _Fault(f"{file_bytes - at} bytes after its last tensor belong to no tensor")
-    return Header(tensors, metadata, data_start)
+    if at != file_bytes:
+        raise _Fault(f"its tensors end at byte {at}, the file at byte {file_bytes}")
+    return Header(tensors, metadata)
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     # json keeps the last of two equal names without an error.
-    result: dict[str, object] = {}
+    result = {}
     for key, value in pairs:
         if key in result:
             raise _Fault(f"its header names {key!r} twice")
@@ -185,10 +174,8 @@ def _entry(fqn: str, entry: object, data_start: int) -> TensorEntry:
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _Fault(f"{fqn!r} has the unknown dtype {dtype!r}")
     shape, offsets = counts(entry["shape"]), counts(entry["data_offsets"])
-    if shape is None or offsets is None:
-        raise _Fault(f"the shape or data_offsets of {fqn!r} are not lists of non-negative integers")
-    if len(shape) > MAX_DIMENSIONS:
-        raise _Fault(f"{fqn!r} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+    if shape is None or offsets is None or len(shape) > MAX_DIMENSIONS:
+        raise _Fault(f"the shape or data_offsets of {fqn!r} are not a few non-negative integers")
     if fault := shape_fault(shape):
         raise _Fault(f"{fqn!r}: {fault}")
     if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes_of(dtype, shape):

@@ -13,7 +13,8 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, unusable
 
 # The index of a model with 200,000 tensors (experts, quantization scales) has about 25 MB. Parsed JSON takes up to 25
 # times its size in memory.
@@ -27,7 +28,7 @@ def read_weight_map(
     follow_links: bool = False,
     check_bytes: Callable[[str, bytes], None] | None = None,
     kind: type[AutomodelError] = CheckpointUnusable,
-) -> dict[str, str] | None:
+) -> TextDict | None:
     """Return {tensor name: file name} from the file *index*, or None when there is no such file.
 
     None also if ``model.safetensors`` (or ``pytorch_model.bin``) is beside *index*, which does not name it:
@@ -49,7 +50,7 @@ def read_weight_map(
 
 def _read(
     index: Path, follow_links: bool, check_bytes: Callable[[str, bytes], None] | None
-) -> dict[str, str] | None:
+) -> TextDict | None:
     path = Path(os.path.realpath(index)) if follow_links else index
     try:
         content = read_safely(path.parent, path.name, limit=_MAX_INDEX_BYTES)
@@ -60,22 +61,23 @@ def _read(
         return None
     except (OSError, ValueError) as error:
         value = getattr(error, "strerror", None) or repr(error)[:200]
-        raise _unusable("the index of the weights cannot be read", index, value) from error
+        raise unusable("the index of the weights cannot be read", index, value) from error
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict):
-        kind = type(document if weight_map is None else weight_map).__name__
-        raise _unusable("the index of the weights has no weight_map of file names", index, kind)
+        raise unusable(
+            "the index of the weights has no weight_map of file names",
+            index,
+            type(weight_map).__name__,
+        )
     # An index from another source must not lead to files outside of its directory.
     for fqn, name in weight_map.items():
         if not isinstance(name, str) or "/" in name or layout.unsafe_path(name):
-            value = f"{fqn[:200]!r}: {name!r:.200}"
-            raise _unusable("the index names a file outside of its directory", index, value)
+            raise unusable(
+                "the index names a file outside of its directory",
+                index,
+                f"{fqn[:200]!r}: {name!r:.200}",
+            )
     single, suffix, _ = index.name.partition(_INDEX_SUFFIX)
     if suffix and single not in weight_map.values() and (index.parent / single).is_file():
         return None
     return weight_map
-
-
-def _unusable(what: str, index: Path, value: object) -> CheckpointUnusable:
-    hint = "take the files from another copy, or download the model again"
-    return CheckpointUnusable(what, where=str(index), value=value, hint=hint)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices, Sharding, smallest_split
-from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorMap, nbytes_of
 from automodel_ckpt.errors import SaveFailed
 
 if TYPE_CHECKING:
@@ -44,19 +45,19 @@ class Assignment:
     *paths* and *kinds* are from all descriptions.
     """
 
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: TensorMap = field(default_factory=dict)
     values: Mapping[str, int] = field(default_factory=dict)
     paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    kinds: Mapping[str, str] = field(default_factory=dict)
+    kinds: Texts = field(default_factory=dict)
 
 
 def assign(name: str, shares: Sequence[Share]) -> Assignment:
     """Assign the slices of the tree *name*. Raises :class:`SaveFailed` where the shares do not match."""
     families: dict[_Family, list[str]] = {}
-    described: dict[str, Described] = {}
+    described = {}
     values: dict[str, int] = {}
     paths: dict[str, tuple[Any, ...]] = {}
-    kinds: dict[str, str] = {}
+    kinds: TextDict = {}
     for number, share in enumerate(shares):
         paths |= share.description.paths
         kinds |= share.description.kinds
@@ -72,13 +73,13 @@ def assign(name: str, shares: Sequence[Share]) -> Assignment:
         if fqn in described:
             others = (each.ranks[0] for each in shares if fqn in each.description.tensors)
             raise _mismatch(name, fqn, "a tensor", next(others), "another value", rank)
-    writers: dict[str, tuple[Sharding, int]] = {}
+    writers = {}
     for family, names in families.items():
         # Once for all tensors of a family, because this visits all ranks.
         sharding, replicas = _replicas(name, shares, *family)
         for fqn, first in _balanced(names, described, sharding, replicas, kinds):
             writers[fqn] = sharding, first
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for fqn, tensor in described.items():
         slices = RegularSlices(fqn, tensor.dtype, tensor.shape, *writers[fqn])
         tensors[fqn] = Tensor(fqn, tensor.dtype, tensor.shape, slices)
@@ -114,7 +115,7 @@ def _replicas(
     for share in having:
         members.update(origins[mesh] for origins in share.origins)
     sharding, offsets = smallest_split(mesh.sizes, mesh.strides, split)
-    firsts: list[int] = []
+    firsts = []
     for origin, num_ranks in sorted(members.items()):
         # Some of its ranks may have another sharding, or lack the tensor.
         if num_ranks == math.prod(mesh.sizes):
@@ -145,7 +146,7 @@ def _balanced(
     described: Mapping[str, Described],
     sharding: Sharding,
     replicas: Sequence[int],
-    kinds: Mapping[str, str],
+    kinds: Texts,
 ) -> Iterable[tuple[str, int]]:
     """Yield each tensor with the first rank of the replica that writes it: the largest tensors first, each to the
     replica with the fewest bytes.
@@ -156,7 +157,7 @@ def _balanced(
     if len(replicas) == 1:
         yield from ((fqn, replicas[0]) for fqn in names)
         return
-    nbytes: dict[str, int] = {}
+    nbytes = {}
     origin = (0,) * len(sharding.mesh)
     for fqn in names:
         tensor = described[fqn]

@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Texts, Values
 from automodel_ckpt.checkpoint.parts.sharding import smallest_split
 from automodel_ckpt.checkpoint.parts.slices import Box
 from automodel_ckpt.errors import SaveFailed
@@ -35,8 +36,8 @@ Split = tuple[tuple[int, tuple[int, ...]], ...]
 class Mesh(NamedTuple):
     """A device mesh without its first rank: its sizes, and the distance of neighbors in each dimension."""
 
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
+    sizes: Shape
+    strides: Shape
 
 
 class Described(NamedTuple):
@@ -46,7 +47,7 @@ class Described(NamedTuple):
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     mesh: Mesh | None
     split: Split
 
@@ -62,7 +63,7 @@ class TreeDescription:
     tensors: Mapping[str, Described]
     values: tuple[str, ...]
     paths: Mapping[str, tuple[Any, ...]]
-    kinds: Mapping[str, str]
+    kinds: Texts
     origins: Mapping[Mesh, int]
 
     def digest(self) -> str:
@@ -74,16 +75,16 @@ class TreeDescription:
 
 
 def describe(
-    state: Mapping[str, Any],
+    state: Values,
     paths: Mapping[str, tuple[Any, ...]],
-    kinds: Mapping[str, str],
+    kinds: Texts,
 ) -> TreeDescription:
     """Describe a flat state dict of tensors that can be stored. Those on a mesh without this rank are left out.
 
     Raises :class:`SaveFailed` for a mesh with its ranks in another order than torch's own.
     """
-    tensors: dict[str, Described] = {}
-    values: list[str] = []
+    tensors = {}
+    values = []
     meshes = _Meshes()
     for fqn, value in state.items():
         if not isinstance(value, Tensor):
@@ -167,7 +168,7 @@ def _verified_split(tensor: DTensor, mesh: Mesh) -> Split | None:
 def _split_of(placements: Iterable[Placement]) -> Split:
     """The mesh dimensions that partition each dimension of a tensor, the outermost first."""
     split: dict[int, list[int]] = {}
-    strided: set[int] = set()
+    strided = set()
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
             strided.add(placement.dim)

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from automodel_ckpt.checkpoint.export.plan import BaseMaps, OutputFile, make_plan
+from automodel_ckpt.checkpoint.files.type_aliases import Texts
 from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan, values_job
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices
-from automodel_ckpt.checkpoint.parts.slices import Tensor, is_one_run
+from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorDict, is_one_run
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 NAME = "hf"
@@ -32,7 +33,7 @@ class FileLayout:
     copies_of: Mapping[str, tuple[str, ...]]
 
 
-def lay_out(plan: TreePlan, directory: str, maps: BaseMaps, tied: Mapping[str, str]) -> FileLayout:
+def lay_out(plan: TreePlan, directory: str, maps: BaseMaps, tied: Texts) -> FileLayout:
     """The files of an assigned plan in *directory*. Each tensor keeps its dtype.
 
     *tied* and *maps*, which have no dtypes, decide names, tying and split as in an export (:func:`make_plan`). Raises
@@ -51,9 +52,9 @@ def lay_out(plan: TreePlan, directory: str, maps: BaseMaps, tied: Mapping[str, s
             fqn = exported.stored.fqn
             where = Position(f"{directory}/{file.name}", start, not _is_contiguous(tensors[fqn]))
             positions.setdefault(fqn, {})[exported.fqn] = where
-    own: dict[str, Tensor] = {}
-    copies: dict[str, Tensor] = {}
-    copies_of: dict[str, tuple[str, ...]] = {}
+    own = {}
+    copies: TensorDict = {}
+    copies_of = {}
     for fqn, tensor in tensors.items():
         if fqn in positions:
             # Its own key first.

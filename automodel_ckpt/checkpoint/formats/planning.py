@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Texts, ValueDict, Values
 from automodel_ckpt.checkpoint.formats.assignment import Assignment, Share, assign
 from automodel_ckpt.checkpoint.formats.description import (
     TreeDescription,
@@ -26,7 +27,7 @@ from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankTree
 from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, flat_bytes, raw_bytes
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
-from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorMap
 from automodel_ckpt.checkpoint.parts.tree import Blob
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 
@@ -35,8 +36,8 @@ from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 class TreeLayout:
     """The regular tensors of a tree and their copies, by name. Those in a part have the order of a rank's file."""
 
-    tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
-    copies: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    tensors: TensorMap = dataclasses.field(default_factory=dict)
+    copies: TensorMap = dataclasses.field(default_factory=dict)
 
     def of_rank(self, rank: int) -> Iterator[Tensor]:
         """Yield what *rank* writes of the tensors, in their order: each with one slice, which has no file yet.
@@ -51,7 +52,7 @@ class TreeLayout:
 
     def rank_tree(self) -> RankTree:
         """An empty record of what this rank writes of the tree."""
-        rows: dict[str, tuple[int, int]] = {}
+        rows = {}
         placed = False
         for number, tensor in enumerate((*self.tensors.values(), *self.copies.values())):
             assert isinstance(tensor.slices, RegularSlices)
@@ -62,7 +63,7 @@ class TreeLayout:
 
 def ordered(tensors: Iterable[Tensor], part_of: Callable[[str], int] = lambda fqn: 0) -> TreeLayout:
     """The layout of regular *tensors* in files of the ranks, in this order; *part_of* is the part of a name."""
-    found: dict[str, Tensor] = {}
+    found = {}
     for tensor in tensors:
         assert isinstance(tensor.slices, RegularSlices)
         part = part_of(tensor.fqn)
@@ -97,14 +98,14 @@ class TreePlan:
 
     name: str
     directory: str
-    state_dict: dict[str, Any]
+    state_dict: ValueDict
     nested: bool
-    kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    kinds: Texts = dataclasses.field(default_factory=dict)
     paths: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     assignment: Assignment = dataclasses.field(default_factory=Assignment)
-    _flat: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _flat: ValueDict = dataclasses.field(default_factory=dict)
 
-    def flatten(self) -> Mapping[str, Any]:
+    def flatten(self) -> Values:
         """Flatten *nested* state dicts (of optimizers) into one level. Returns :meth:`flat`."""
         self._flat = self.state_dict
         if self.nested:
@@ -134,7 +135,7 @@ class TreePlan:
         (stored,) = tensor.slices
         return Fetch(partial(self._local_data, tensor.fqn, stored.sizes), stored.nbytes)
 
-    def _local_data(self, fqn: str, sizes: tuple[int, ...]) -> torch.Tensor:
+    def _local_data(self, fqn: str, sizes: Shape) -> torch.Tensor:
         """The local data of a slice of shape *sizes*, on its device, from the present state dict."""
         # Looked up at each save: a kept plan must see parameters that were replaced.
         value = self._flat[fqn]
@@ -143,11 +144,11 @@ class TreePlan:
             local = local.detach()
         return local if local.shape == sizes else local.reshape(sizes)
 
-    def flat(self) -> Mapping[str, Any]:
+    def flat(self) -> Values:
         """The planned state dict, flattened."""
         return self._flat
 
-    def set_values(self, state: Mapping[str, Any]) -> None:
+    def set_values(self, state: Values) -> None:
         """Fetch the values from *state* from now on: a flat state dict with the same names and shapes."""
         self._flat = dict(state)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.formats.description import (
     DTYPE_CODES,
     DTYPES,
@@ -44,27 +45,17 @@ from automodel_ckpt.checkpoint.parts.slices import (
     overlap,
 )
 from automodel_ckpt.checkpoint.parts.tree import Blob, Tree
+from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes, map_slice
 from automodel_ckpt.checkpoint.tensors.float_cast import storage_dtype
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
-_HINT = "use another checkpoint of this run (`ckpt ls`)"
 _MOST_PARTS = 64
 """Most tensors of a block: in a model of many small ones, each thread has a few of them."""
 _LARGE_RUN_BYTES = 64 << 10
 """Shorter runs of bytes are read in one thread: taking turns to begin a read costs more than it saves."""
 _ALIGNMENT = 16
 """Bytes of the largest element."""
-
-
-class ByteRanges(Protocol):
-    """Reads the files of a checkpoint that are not on this machine."""
-
-    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Prepare to read these byte ranges, (file, start, end), in this order."""
-
-    def read(self, file: str, memory: memoryview, start: int) -> None:
-        """Fill *memory* with the bytes of *file* from *start*. Raises :class:`CheckpointUnusable`."""
 
 
 class _Read(NamedTuple):
@@ -134,7 +125,9 @@ def read_value(checkpoint: Path, file: str) -> Any:
     return pickle_reader.load(read_safely(checkpoint, file), str(checkpoint / file))
 
 
-def read_object(checkpoint: Path, tree: Tree, name: str, remote: ByteRanges | None = None) -> Any:
+def read_object(
+    checkpoint: Path, tree: Tree, name: str, remote: VerifiedRanges | None = None
+) -> Any:
     """The plain value that a tree has under *name*. Raises :class:`CheckpointUnusable` naming the file.
 
     With *remote*, it is read from there, and *checkpoint* is only for messages.
@@ -146,8 +139,8 @@ def read_object(checkpoint: Path, tree: Tree, name: str, remote: ByteRanges | No
 def read_tree(
     checkpoint: Path,
     tree: Tree,
-    state_dict: dict[str, Any],
-    remote: ByteRanges | None = None,
+    state_dict: ValueDict,
+    remote: VerifiedRanges | None = None,
 ) -> None:
     """Fill a (flat) *state_dict* with the values of the tree under its keys: tensors in place, other values replaced.
 
@@ -287,8 +280,7 @@ def _memory_of(target: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU."""
     # The stride of a dimension of one element can be any number.
     elements = target.as_strided((target.numel(),), (1,))
-    data: memoryview = elements.view(torch.uint8).numpy().data
-    return data
+    return elements.view(torch.uint8).numpy().data
 
 
 def _values(part: _Read, start: int, staging: torch.Tensor) -> torch.Tensor:
@@ -300,7 +292,7 @@ def _values(part: _Read, start: int, staging: torch.Tensor) -> torch.Tensor:
 class _Files:
     """The files of a checkpoint, each opened once, or read from *remote*. Threads may share it if it is not remote."""
 
-    def __init__(self, checkpoint: Path, remote: ByteRanges | None = None) -> None:
+    def __init__(self, checkpoint: Path, remote: VerifiedRanges | None = None) -> None:
         self._checkpoint, self._remote = checkpoint, remote
         self._open: dict[str, int] = {}
         self._opening = threading.Lock()
@@ -359,11 +351,8 @@ class _Files:
             memory, start = memory[count:], start + count
 
     def _too_short(self, file: str, start: int) -> CheckpointUnusable:
-        return CheckpointUnusable(
-            "a file is shorter than the manifest states",
-            where=str(self._checkpoint / file),
-            value=start,
-            hint=_HINT,
+        return unusable(
+            "a file is shorter than the manifest states", self._checkpoint / file, start
         )
 
     def _descriptor(self, file: str) -> int:
@@ -377,7 +366,7 @@ _CONTAINED = {"F64": ("F32", "F16", "BF16"), "F32": ("F16", "BF16")}
 """The floating-point types that another type can represent."""
 
 
-def differences(tree: Tree, state_dict: Mapping[str, Any], cast: Collection[str] = ()) -> list[str]:
+def differences(tree: Tree, state_dict: Values, cast: Collection[str] = ()) -> list[str]:
     """The differences between a tree and a flat state dict, one line each; empty where it can be loaded.
 
     The types of the tensors *cast* (some of :func:`cast_names`) are not compared.
@@ -400,9 +389,9 @@ def differences(tree: Tree, state_dict: Mapping[str, Any], cast: Collection[str]
     return lines
 
 
-def cast_names(tree: Tree, state_dict: Mapping[str, Any]) -> set[str]:
+def cast_names(tree: Tree, state_dict: Values) -> set[str]:
     """The names of the tensors that differ only in their floating-point type, which can represent all saved values."""
-    found: set[str] = set()
+    found = set()
     for name, here in state_dict.items():
         saved = tree.tensors.get(name)
         if saved is None or not isinstance(here, torch.Tensor) or unstorable_placement(here):

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.type_aliases import Texts
 from automodel_ckpt.checkpoint.formats.planning import (
     TreeLayout,
     TreePlan,
@@ -41,7 +42,7 @@ class ShardFiles:
     """
 
     file_mapping: Mapping[str, int] = field(default_factory=dict)
-    untrained: Mapping[str, str] = field(default_factory=dict)
+    untrained: Texts = field(default_factory=dict)
 
     @cached_property
     def num_files(self) -> int:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Shape
 from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan, located, ordered
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.parts.sharding import Sharding
-from automodel_ckpt.checkpoint.parts.slices import Box, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 from automodel_ckpt.checkpoint.parts.tree import Blob, Tree
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import Columns, DcpLocation, DcpMetadata
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import described_archive
@@ -39,7 +40,7 @@ def lay_out(plan: TreePlan) -> TreeLayout:
 def plan_jobs(plan: TreePlan, rank: int, tree_layout: TreeLayout) -> Iterator[FileJob]:
     """The jobs of *rank* for a tree, which has this layout."""
     file = layout.distcp_file(plan.directory, rank)
-    chunks: list[Chunk] = []
+    chunks = []
     end = 0
     for fqn, data in plan.values(rank):
         chunks.append(Chunk(end, data, Blob(fqn, file, end, len(data), "")))
@@ -87,9 +88,9 @@ class _Items(NamedTuple):
     added_bytes: Any
 
 
-def _items_of(sharding: Sharding, shape: tuple[int, ...], dtype: str) -> _Items:
-    ranks: list[int] = []
-    boxes: list[Box] = []
+def _items_of(sharding: Sharding, shape: Shape, dtype: str) -> _Items:
+    ranks = []
+    boxes = []
     for coordinate in sharding.coordinates():
         box = sharding.box(shape, coordinate)
         # An empty part of a tensor that is partitioned is not stored.

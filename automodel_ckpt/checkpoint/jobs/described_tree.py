@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Shape
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, Data, FileJob
 from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.parts.tree import Blob
@@ -51,7 +52,7 @@ class DescribedTree:
         file = layout.distcp_file(self.directory, 0)
         # Only the name: torch's reader looks for the file beside .metadata.
         name = PurePosixPath(file).name
-        chunks: list[Chunk] = []
+        chunks = []
         metadata = DcpMetadata()
         end = 0
         for path, value in self.objects.items():
@@ -76,7 +77,7 @@ class DescribedTree:
         file = f"{self.directory}/{layout.DCP_METADATA}"
         yield FileJob(file, [Chunk(0, description)], nbytes=len(description))
 
-    def _tensors(self) -> Iterator[tuple[KeyPath, str, tuple[int, ...], Data]]:
+    def _tensors(self) -> Iterator[tuple[KeyPath, str, Shape, Data]]:
         """Yield the path, dtype, shape and bytes of each tensor."""
         for path, number in self.numbers.items():
             yield path, "F32", (), struct.pack("<f", number)

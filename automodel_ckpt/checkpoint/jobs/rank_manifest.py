@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
+from automodel_ckpt.checkpoint.files.type_aliases import Texts, ValueDict, Values
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
@@ -26,7 +27,7 @@ from automodel_ckpt.checkpoint.parts.slice_table import (
     SliceTable,
     segment_of,
 )
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, TensorDict, TensorMap
 from automodel_ckpt.checkpoint.parts.tree import (
     Blob,
     FileContents,
@@ -35,7 +36,7 @@ from automodel_ckpt.checkpoint.parts.tree import (
     merkle_digest,
     tensor_of,
 )
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, unusable
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class RankTree:
         """The slices of the regular tensors, as segments of the table."""
         if not self.rows:
             return self.segments
-        found: list[Segment] = []
+        found = []
         parts: dict[int, list[tuple[int, Slice]]] = {}
         for tensor in (*self.tensors, *self.copies):
             part, number = self.rows[tensor.fqn]
@@ -94,8 +95,8 @@ class RankManifest:
 
     def to_bytes(self) -> bytes:
         """The content of the file: a line of JSON, then the rows of all segments in their order."""
-        trees: dict[str, Any] = {}
-        rows: list[bytes] = []
+        trees = {}
+        rows = []
         for name, tree in self.trees.items():
             segments = tree.regular_segments()
             rows += [segment.rows for segment in segments]
@@ -124,19 +125,19 @@ class RankManifest:
         )
 
 
-def _fields(record: Any) -> dict[str, Any]:
+def _fields(record: Any) -> ValueDict:
     """The fields of a dataclass, without recursion and copies as in dataclasses.asdict: there are thousands."""
     # The records are dataclasses with slots=True and no base class, so that __slots__ has all
     # fields.
     return {name: getattr(record, name) for name in record.__slots__}
 
 
-def _parse_records(raw: Mapping[str, Any]) -> dict[str, FileRecord]:
+def _parse_records(raw: Values) -> dict[str, FileRecord]:
     return {path: FileRecord(record["size"], record["digest"]) for path, record in raw.items()}
 
 
-def _parse_tree(raw: Mapping[str, Any], rows: IO[bytes]) -> RankTree:
-    segments: list[Segment] = []
+def _parse_tree(raw: Values, rows: IO[bytes]) -> RankTree:
+    segments = []
     for part, file, start, stop, num_bytes in raw["segments"]:
         segments.append(Segment(part, file, start, stop, rows.read(num_bytes)))
     return RankTree(
@@ -160,7 +161,7 @@ def read_rank_manifests(staging: Path, num_ranks: int) -> list[RankManifest]:
 
 def merge_files(rank_manifests: Iterable[RankManifest]) -> dict[str, FileRecord]:
     """The files that one rank wrote, of all ranks, sorted by name."""
-    files: dict[str, FileRecord] = {}
+    files = {}
     for written in rank_manifests:
         files.update(written.files)
     return dict(sorted(files.items()))
@@ -171,7 +172,7 @@ def merge_shared_files(
 ) -> dict[str, FileRecord]:
     """The records of the files in which several ranks wrote slices, from the digests of their headers and slices."""
     contents = FileContents(trees)
-    files: dict[str, FileRecord] = {}
+    files = {}
     for written in rank_manifests:
         for path, header in written.placed.items():
             digest = merkle_digest(header.digest, contents.listed(path))
@@ -183,17 +184,17 @@ def merge_tree(
     name: str,
     format: str,
     rank_manifests: Iterable[RankManifest],
-    tied: Mapping[str, str],
+    tied: Texts,
     planned: Tree | None = None,
 ) -> Tree:
     """The tree *name*, merged from the rank manifests. *planned* has its regular tensors, in the order of their rows.
 
     Raises :class:`SaveFailed` where the ranks wrote other slices than planned.
     """
-    tensors: list[Tensor] = []
-    copies: list[Tensor] = []
-    objects: dict[str, Blob] = {}
-    segments: dict[int, list[Segment]] = {}
+    tensors = []
+    copies = []
+    objects = {}
+    segments = {}
     for manifest in rank_manifests:
         written = manifest.trees.get(name)
         if written is None:
@@ -215,9 +216,9 @@ def merge_tree(
     return Tree(format, merged, objects, dict(tied), merged_copies, table)
 
 
-def _with_records(planned: Mapping[str, Tensor], table: SliceTable | None) -> dict[str, Tensor]:
+def _with_records(planned: TensorMap, table: SliceTable | None) -> TensorDict:
     """The planned tensors, with the records of their slices in *table*."""
-    found: dict[str, Tensor] = {}
+    found = {}
     for fqn, tensor in planned.items():
         assert table is not None and isinstance(tensor.slices, RegularSlices)
         found[fqn] = table.add(tensor.slices)
@@ -236,9 +237,7 @@ def readable_bytes(manifest: Manifest, checkpoint: Path) -> bytes:
         Manifest.parse(data, where)
         # The tables are compared in memory: their files are not at the final path yet.
         if fault := manifest.overlap_fault(with_tables=True):
-            raise CheckpointUnusable(
-                "the manifest is inconsistent", where=str(where), value=fault, hint=""
-            )
+            raise unusable("the manifest is inconsistent", where, fault, "")
     except CheckpointUnusable as unreadable:
         problem = unreadable.problems[0]
         raise SaveFailed(
@@ -277,7 +276,7 @@ def merge_trees(
     partial_manifest: Manifest, rank_manifests: Sequence[RankManifest]
 ) -> dict[str, Tree]:
     """The trees of a manifest, which has their planned tensors, merged from the rank manifests."""
-    trees: dict[str, Tree] = {}
+    trees = {}
     for name, tree in partial_manifest.trees.items():
         trees[name] = merge_tree(name, tree.format, rank_manifests, tree.tied, tree)
     return trees
@@ -285,7 +284,7 @@ def merge_trees(
 
 def _write_tables(staging: Path, trees: Mapping[str, Tree]) -> dict[str, FileRecord]:
     """Write the tables of large trees; the manifest lists the slices of the others."""
-    written: dict[str, FileRecord] = {}
+    written = {}
     for name, tree in trees.items():
         if tree.table is None or tree.table.num_rows < MIN_TABLE_ROWS:
             continue

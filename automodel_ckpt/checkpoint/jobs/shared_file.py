@@ -104,7 +104,7 @@ class SharedFile:
 
 def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:
     """Group consecutive runs into about BLOCK_BYTES bytes each; longer runs are split."""
-    group: list[Run] = []
+    group = []
     nbytes = 0
     for run in runs:
         for offset in range(0, run.nbytes, BLOCK_BYTES):

@@ -35,8 +35,7 @@ class _Copy:
     def wait(self) -> memoryview:
         if self.event is not None:
             self.event.synchronize()
-        view: memoryview = self.target.numpy().data
-        return view
+        return self.target.numpy().data
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -92,7 +91,7 @@ def _unaligned(memory: Tensor) -> Tensor:
 
     An aligned block would be written later, directly from the buffer, which has other data by then.
     """
-    view: memoryview = memory.numpy().data
+    view = memory.numpy().data
     return memory[_OFFSET:] if begins_at_a_sector(view) else memory[: len(memory) - _OFFSET]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.python_child import CommandProcess, run_commands
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.memory.node_server import NodeServer
 from automodel_ckpt.checkpoint.memory.requests import (
     Address,
@@ -105,7 +106,7 @@ class NodeProcess:
         self._settings = replace(self._settings, reports_to=targets)
         self.do({"do": "report", "to": targets}, lambda: None)
 
-    def do(self, document: dict[str, Any], check: Callable[[], None]) -> None:
+    def do(self, document: ValueDict, check: Callable[[], None]) -> None:
         """Run a command. Until it ends, *check* is called repeatedly; it may raise to cancel the command.
 
         Raises :class:`NodeFailed`. A process that has ended is started again.
@@ -119,7 +120,7 @@ class NodeProcess:
     def _ask(
         self,
         process: CommandProcess,
-        command: dict[str, Any] | Settings,
+        command: ValueDict | Settings,
         check: Callable[[], None],
         stalled_seconds: float,
     ) -> Any:
@@ -163,7 +164,7 @@ def main(arguments: list[str]) -> None:
     def run(document: Any) -> int | None:
         nonlocal sender
         if sender is None:
-            settings: Settings = document
+            settings = document
             server = NodeServer(
                 Path(settings.root), Address(settings.host, settings.port), settings.token
             )

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.store.transfer import Throttle
 from automodel_ckpt.errors import EXIT_INTERNAL, SaveFailed
 
@@ -99,7 +100,7 @@ def send_report(address: Address, token: str, file: str, data: bytes) -> None:
     _request(address, token, document, iter([data]), timeout_seconds=_REPORT_SECONDS)
 
 
-def command(address: Address, token: str, document: dict[str, Any]) -> None:
+def command(address: Address, token: str, document: ValueDict) -> None:
     """Have another node change names in its memory, as *document* describes. Raises :class:`NodeFailed`."""
     _when_listening(lambda: _request(address, token, document))
 
@@ -121,7 +122,7 @@ def _when_listening(send: Callable[[], object]) -> None:
 def _request(
     address: Address,
     token: str,
-    document: dict[str, Any],
+    document: ValueDict,
     blocks: Iterator[bytes] | None = None,
     *,
     reads: int = 0,
@@ -153,13 +154,13 @@ def _request(
     except (OSError, ValueError, TypeError, EOFError) as error:
         raise NodeFailed(
             "another node of the run does not answer",
-            where=str(address),
+            where=address,
             value=str(error) or type(error).__name__,
             hint="check the network between the nodes, and whether a firewall blocks the port",
         ) from error
 
 
-def _check(address: Address, document: dict[str, Any], answers: BinaryIO) -> None:
+def _check(address: Address, document: ValueDict, answers: BinaryIO) -> None:
     """Read an answer. Raises FileNotFoundError and :class:`NodeFailed` as it says, EOFError without one."""
     line = answers.readline(MAX_LINE_BYTES)
     if not line:
@@ -178,10 +179,10 @@ def _blocks(descriptor: int, size: int, throttle: Throttle) -> Iterator[bytes]:
         yield block
 
 
-def _refused(address: Address, document: dict[str, Any], why: str) -> NodeFailed:
+def _refused(address: Address, document: ValueDict, why: str) -> NodeFailed:
     return NodeFailed(
         "another node of the run could not store its part of a checkpoint",
-        where=str(address),
+        where=address,
         value=f"{document}: {why}",
         hint="check the free space there (checkpoint.memory.directory, or checkpoint.scratch_dir of a run at a URL)",
     )

@@ -34,6 +34,7 @@ from automodel_ckpt.errors import (
     RecipeError,
     describe,
     os_problem,
+    unusable,
 )
 
 _LEASE_SECONDS = 30.0
@@ -90,7 +91,7 @@ def copy_to_disk(directory: Path, run: Path, wait_seconds: float = _WAIT_SECONDS
     record = MemoryRecord.read(run)
     # Checkpoints of a start that has failed before it trained: its nodes did not have them completely.
     bring_back(directory)
-    copies: list[_Copy] = []
+    copies = []
     on_disk = next(_complete_names(run), None)
     for name in checkpoint_names(directory):
         source = directory / str(name)
@@ -121,11 +122,11 @@ def _publish_first(copies: Sequence[_Copy], run: Path, wait_seconds: float) -> P
                     commit.discard(other.staging)
                 return copy.final
         if time.monotonic() > end:
-            raise CheckpointUnusable(
+            raise unusable(
                 "parts of the newest checkpoint are in the memory of nodes that did not copy them",
-                where=str(run),
-                value=", ".join(copy.final.name for copy in copies),
-                hint="run the same command on the same nodes to continue from it",
+                run,
+                ", ".join(copy.final.name for copy in copies),
+                "run the same command on the same nodes to continue from it",
             )
         time.sleep(_PAUSE_SECONDS)
 
@@ -198,11 +199,11 @@ def _check(copy: _Copy) -> None:
     # Another node may have published it meanwhile: then all files are missing here.
     if problems and not copy.is_published:
         commit.discard(copy.staging)
-        raise CheckpointUnusable(
+        raise unusable(
             f"{copy.final.name} was not copied to the disk, because it is damaged in memory",
-            where=os.path.relpath(problems[0].where, copy.staging),
-            value=problems[0].value,
-            hint="run the same command: it continues from what is intact",
+            os.path.relpath(problems[0].where, copy.staging),
+            problems[0].value,
+            "run the same command: it continues from what is intact",
         )
 
 

@@ -122,7 +122,7 @@ def survey(
     survey examines them again: a node may have been absent. Directories that no save has written are left alone, or
     renamed where a checkpoint has their name. Raises OSError and :class:`NodeFailed` on all ranks.
     """
-    mine: dict[_Save, _Holding] = {}
+    mine = {}
     with agree.raise_on_all_ranks(group):
         nodes.start_again()
         if nodes.is_leader:
@@ -130,7 +130,7 @@ def survey(
             mine = dict(_holdings(nodes.directory))
     of_ranks = agree.gather_objects(group, mine)
     of_nodes = [of_ranks[node.ranks[0]] for node in nodes.nodes]
-    found: dict[Path, CheckpointOnNodes] = {}
+    found = {}
     # Sorted: all ranks must examine the same saves in the same order.
     for save in sorted({save for of_node in of_nodes for save in of_node}):
         holdings = [of_node.get(save, {}) for of_node in of_nodes]
@@ -195,7 +195,7 @@ def _examine(
     if summary.digest != digest or not is_current(summary):
         return None
     records = _without_tables(data, path).files
-    whole: list[str] = []
+    whole = []
     with agree.raise_on_all_ranks(group):
         whole = _whole_files(nodes, path, holdings[nodes.own], records, level)
     of_ranks = agree.gather_objects(group, whole)
@@ -278,7 +278,7 @@ def _fetch(checkpoint: CheckpointOnNodes, file: str, record: FileRecord) -> None
         temporary.unlink()
         raise NodeFailed(
             "a file of a checkpoint in memory was damaged on its way between two nodes",
-            where=str(target),
+            where=target,
             value="other bytes than the manifest records",
             hint="the next start reads it again; if this repeats, check the network between the nodes",
         )

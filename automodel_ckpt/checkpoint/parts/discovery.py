@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from automodel_ckpt.base.user_code import register_object
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import MAX_INTEGER
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import Problem, RecipeError
 
 Kind = Literal["module", "optimizer", "lr_scheduler", "object"]
@@ -58,7 +59,7 @@ class Item:
         return f"{self.name}/"
 
 
-def discover(recipe: object) -> dict[str, Any]:
+def discover(recipe: object) -> ValueDict:
     """All state in the recipe's attributes, by name, including objects in lists, tuples and dicts.
 
     Names in the recipe's set ``untracked`` and modules without state are omitted. An object with several names is
@@ -66,7 +67,7 @@ def discover(recipe: object) -> dict[str, Any]:
     the same name.
     """
     omitted = dict(left_out(recipe))
-    found: dict[str, Any] = {}
+    found: ValueDict = {}
     for name, value in _stateful_objects(recipe):
         attribute = name.partition(".")[0]
         if name in omitted or attribute in omitted:
@@ -142,7 +143,7 @@ def is_stateful(value: object) -> bool:
     )
 
 
-def classify(state: Mapping[str, Any]) -> list[Item]:
+def classify(state: Values) -> list[Item]:
     """The items to store, in the order given, each object once.
 
     Raises :class:`RecipeError` where two would have the same path, or a LR scheduler drives an optimizer that is not
@@ -153,7 +154,7 @@ def classify(state: Mapping[str, Any]) -> list[Item]:
         # By identity: equal objects are separate state. *state* keeps them alive, so ids are
         # unique.
         names.setdefault(id(value), []).append(name)
-    items: list[Item] = []
+    items = []
     for name, *aliases in names.values():
         items.append(_item(name, state[name], tuple(aliases)))
     owners = {id(item.value): item.name for item in items if item.kind == "optimizer"}
@@ -226,8 +227,12 @@ def path_text(directory: Any) -> str:
     """
     text = os.fsdecode(directory) if isinstance(directory, str | bytes | os.PathLike) else ""
     if not text or "\0" in text or os.path.isfile(text):
-        hint = "pass the directory of the run, which is created if it does not exist"
-        raise _wrong("this is not the path of a directory", _CLASS, repr(directory), hint)
+        raise _wrong(
+            "this is not the path of a directory",
+            _CLASS,
+            repr(directory),
+            "pass the directory of the run, which is created if it does not exist",
+        )
     return os.path.expanduser(text) if text.startswith("~/") else text
 
 
@@ -270,19 +275,27 @@ def count(name: str, value: Any) -> int:
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_INTEGER:
-        hint = f"pass a whole number from 0 to {MAX_INTEGER}"
-        raise _wrong(f"{name} must be a count", _SAVE, repr(value), hint)
+        raise _wrong(
+            f"{name} must be a count",
+            _SAVE,
+            repr(value),
+            f"pass a whole number from 0 to {MAX_INTEGER}",
+        )
     return number
 
 
 def check_yaml(value: Any) -> None:
     """Raise :class:`RecipeError` unless *value*, the argument config_yaml, is text."""
     if not isinstance(value, str):
-        hint = "pass yaml.safe_dump(settings), or the file's read_text()"
-        raise _wrong("config_yaml must be the text of a YAML file", _SAVE, repr(value), hint)
+        raise _wrong(
+            "config_yaml must be the text of a YAML file",
+            _SAVE,
+            repr(value),
+            "pass yaml.safe_dump(settings), or the file's read_text()",
+        )
 
 
-def plain_numbers(argument: str, numbers: Any) -> dict[str, Any]:
+def plain_numbers(argument: str, numbers: Any) -> ValueDict:
     """Return *numbers* with tensors and NumPy numbers as numbers of Python; *argument* is their name in messages.
 
     Raises :class:`RecipeError` for a tensor of several elements, and for what JSON does not have.
@@ -291,12 +304,13 @@ def plain_numbers(argument: str, numbers: Any) -> dict[str, Any]:
     hint = "pass a mapping of numbers, such as the mean of a tensor"
     if not isinstance(numbers, Mapping):
         raise _wrong(f"{argument} must be a mapping of numbers", where, repr(numbers), hint)
-    plain: dict[str, Any] = {}
+    plain = {}
     for name, value in numbers.items():
         try:
             plain[name] = value.item() if hasattr(value, "item") else value
             json.dumps(plain[name])
         except (RuntimeError, TypeError, ValueError) as error:
-            what = "this cannot be written as JSON"
-            raise _wrong(what, f"{where}[{name!r}]", repr(value), hint) from error
+            raise _wrong(
+                "this cannot be written as JSON", f"{where}[{name!r}]", repr(value), hint
+            ) from error
     return plain

@@ -76,4 +76,4 @@ def as_failure(
             hint="fix that code",
             restart="run the same command",
         )
-    return kind(f"{doing} failed", where=str(where), value=repr(error), hint=_DEFECT)
+    return kind(f"{doing} failed", where=where, value=repr(error), hint=_DEFECT)

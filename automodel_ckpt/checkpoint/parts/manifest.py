@@ -9,7 +9,6 @@ input: a manifest that does not match the format exactly raises :class:`Checkpoi
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import os
@@ -31,6 +30,7 @@ from automodel_ckpt.checkpoint.files.bounded_json import (
 from automodel_ckpt.checkpoint.files.digests import OF_SLICES, FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.parts.slices import (
     Slice,
     Tensor,
@@ -43,7 +43,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
 from automodel_ckpt.checkpoint.parts.tree import Blob as Blob
 from automodel_ckpt.checkpoint.parts.tree import Tree as Tree
 from automodel_ckpt.checkpoint.parts.tree import tree_of, tree_to_json, uses_table
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import unusable
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.parts.slice_table import Read, SliceTable
@@ -100,11 +100,11 @@ class _Plain:
     created: float
     world_size: int
     dp_size: int
-    progress: Mapping[str, Any]
-    losses: Mapping[str, Any]
+    progress: Values
+    losses: Values
     validated: bool
-    environment: Mapping[str, Any]
-    lineage: Mapping[str, Any]
+    environment: Values
+    lineage: Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +191,13 @@ class Manifest(_Plain):
             )
         fault = manifest.fault() or manifest.overlap_fault(with_tables=with_tables)
         if fault is not None:
-            raise _unusable("the manifest is inconsistent", path, fault)
+            raise unusable("the manifest is inconsistent", path, fault)
         return manifest
 
     def to_bytes(self) -> bytes:
         """Return the content of the file. The last line has the digest of everything before it."""
         has_tables = any(uses_table(tree) for tree in self.trees.values())
-        raw: dict[str, Any] = {"format": FORMAT, "format_version": 2 if has_tables else 1}
+        raw: ValueDict = {"format": FORMAT, "format_version": 2 if has_tables else 1}
         raw |= {name: getattr(self, name) for name in _PLAIN_FIELDS}
         raw["state"] = {name: asdict(record) for name, record in self.state.items()}
         raw["trees"] = {name: tree_to_json(tree) for name, tree in self.trees.items()}
@@ -210,11 +210,9 @@ class Manifest(_Plain):
 
     def fault(self) -> str | None:
         """The first inconsistency in the manifest, or None."""
-        for path, record in self.files.items():
+        for path in self.files:
             if reason := layout.unsafe_path(path):
                 return f"the file name {path!r}: {reason}"
-            if record.size < 0:
-                return f"the size of {path!r} is {record.size}"
         for name, tree in self.trees.items():
             if reason := _tree_fault(tree, self.files):
                 return f"{name}: {reason}"
@@ -278,11 +276,11 @@ class Manifest(_Plain):
         return sum(record.size for record in self.files.values())
 
 
-def _plain_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_fields(raw: Values) -> ValueDict:
     return {name: convert(raw[name]) for name, convert in _PLAIN_FIELDS.items()}
 
 
-def _state_record(raw: Mapping[str, Any]) -> StateRecord:
+def _state_record(raw: Values) -> StateRecord:
     names = {name: text(raw[name]) for name in ("kind", "scope", "path")}
     return StateRecord(
         **names, files=tuple(map(text, raw["files"])), aliases=tuple(map(text, raw["aliases"]))
@@ -364,29 +362,34 @@ def _byte_ranges(tensor: Tensor) -> Sequence[Slice]:
     return () if whole is None else (whole,)
 
 
-def _decode(data: bytes, path: Path | str) -> dict[str, Any]:
+def _decode(data: bytes, path: Path | str) -> ValueDict:
     """Parse the bytes of a manifest after its digest is verified; *path* is for error messages.
 
     Raises :class:`CheckpointUnusable`.
     """
     if len(data) > MAX_BYTES:
-        value = f"{len(data)} bytes; at most {MAX_BYTES} are read"
-        raise _unusable("the manifest is too large", path, value)
+        raise unusable(
+            "the manifest is too large", path, f"{len(data)} bytes; at most {MAX_BYTES} are read"
+        )
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     # Before the digest: a later version may end in another way, which is not damage.
     version = _claimed_version(data)
     if version is not None and version > FORMAT_VERSION:
-        what = "the checkpoint has a format that this version does not support"
-        raise _unusable(what, path, f"version {version}")
+        raise unusable(
+            "the checkpoint has a format that this version does not support",
+            path,
+            f"version {version}",
+        )
     if tail != _TAIL % digest_of(head).encode():
-        what = "the manifest is damaged: its digest does not match"
-        raise _unusable(what, path, f"{len(data)} bytes")
+        raise unusable(
+            "the manifest is damaged: its digest does not match", path, f"{len(data)} bytes"
+        )
     try:
         raw = parse_json(data)
     except ValueError as error:
-        raise _unusable("the manifest cannot be parsed", path, str(error)[:300]) from error
+        raise unusable("the manifest cannot be parsed", path, str(error)[:300]) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise _unusable("the file is not a manifest of this format", path, "not " + FORMAT)
+        raise unusable("the file is not a manifest of this format", path, "not " + FORMAT)
     return raw
 
 
@@ -403,19 +406,15 @@ def _read_bounded(path: Path) -> bytes:
     """Read a regular file of at most MAX_BYTES. Raises :class:`CheckpointUnusable`."""
     try:
         return read_safely(path.parent, path.name, limit=MAX_BYTES)
-    except FileNotFoundError as error:
-        if path.parent.is_symlink() and not path.parent.exists():
-            target = os.readlink(path.parent)
-            raise _unusable(
-                "the checkpoint is a link to a directory that is not there", path.parent, target
-            ) from error
-        raise _unusable(
-            "there is no manifest: the checkpoint is incomplete", path, "no such file"
-        ) from error
     except OSError as error:
         # read() can fail, too (EIO): a bare OSError on one rank would leave the others waiting.
-        how = "is too large" if error.errno == errno.EFBIG else "cannot be read"
-        raise _unusable(f"the manifest {how}", path, error.strerror) from error
+        what, value = "the manifest cannot be read", error.strerror
+        if isinstance(error, FileNotFoundError):
+            what = "there is no manifest: the checkpoint is incomplete"
+            if path.parent.is_symlink() and not path.parent.exists():
+                what = "the checkpoint is a link to a directory that is not there"
+                value = os.readlink(path.parent)
+        raise unusable(what, path, value) from error
 
 
 def _read_range(root: Path, file: str, start: int, nbytes: int) -> bytes:
@@ -431,11 +430,4 @@ def _reporting_malformed(path: Path | str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise _unusable("the manifest is malformed", path, repr(error)) from error
-
-
-def _unusable(what: str, path: Path | str, value: object) -> CheckpointUnusable:
-    """The error about a manifest: *what* is wrong with it, and the *value* that shows it."""
-    return CheckpointUnusable(
-        what, where=str(path), value=value, hint="use another checkpoint of this run"
-    )
+        raise unusable("the manifest is malformed", path, repr(error)) from error

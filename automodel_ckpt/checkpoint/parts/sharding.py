@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from automodel_ckpt.checkpoint.files.bounded_json import MAX_DIMENSIONS
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.type_aliases import Shape
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,
     ComputedSlices,
@@ -42,9 +43,9 @@ class Sharding:
     rank stores the whole tensor.
     """
 
-    mesh: tuple[int, ...] = ()
-    strides: tuple[int, ...] = ()
-    split: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    mesh: Shape = ()
+    strides: Shape = ()
+    split: tuple[tuple[int, Shape], ...] = ()
 
     def fault(self) -> str | None:
         """Return why this is not a sharding; None when it is one."""
@@ -103,7 +104,7 @@ class Sharding:
 
     def overlapping(self, shape: Sequence[int], box: Box) -> Iterator[Coordinate]:
         """Yield the coordinates of boxes that may share elements with *box*, without visiting the others."""
-        ranges: list[Sequence[int]] = [range(size) for size in self.mesh]
+        ranges = [range(size) for size in self.mesh]
         for dim, mesh_dims in self.split:
             # Only the outermost division is used: the inner ones are visited completely.
             outer = mesh_dims[0]
@@ -117,7 +118,7 @@ class Sharding:
 
 # Kept: tens of thousands of tensors have a few shapes and shardings.
 @functools.lru_cache(maxsize=4096)
-def _stored_box(sharding: Sharding, shape: tuple[int, ...], coordinate: Coordinate) -> Box | None:
+def _stored_box(sharding: Sharding, shape: Shape, coordinate: Coordinate) -> Box | None:
     """Return the box that is stored at *coordinate*; None for an empty part of a tensor that is partitioned."""
     box = sharding.box(shape, coordinate)
     return None if sharding.split and 0 in box.sizes else box
@@ -157,8 +158,8 @@ def _num_filled(size: int, counts: Sequence[int]) -> int:
 
 
 def smallest_split(
-    mesh: Sequence[int], strides: Sequence[int], split: Sequence[tuple[int, tuple[int, ...]]]
-) -> tuple[Sharding, tuple[int, ...]]:
+    mesh: Sequence[int], strides: Sequence[int], split: Sequence[tuple[int, Shape]]
+) -> tuple[Sharding, Shape]:
     """Return the sharding by the dimensions of *mesh* that *split* names, and the offsets of its replicas.
 
     The other dimensions of the mesh replicate the tensor. Each offset is the distance of the first rank of a replica
@@ -208,7 +209,7 @@ class RegularSlices(ComputedSlices):
 
     fqn: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     sharding: Sharding
     first: int
     part: int = 0

@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.files.bounded_json import MAX_INTEGER
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.parts.sharding import Record, RegularSlices
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, nbytes_of
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import AutomodelError, SaveFailed, unusable
 
 ROW = np.dtype([("gap", "<u4"), ("digest", "V16")])
 SEGMENT = np.dtype(
@@ -120,8 +120,8 @@ class SliceTable:
     def merged(cls, segments: Mapping[int, Sequence[Segment]], tree: str = "") -> SliceTable:
         """Merge the segments of all ranks, by rank, into a table in memory. *tree* is for messages."""
         numbers: dict[str, int] = {}
-        heads: list[tuple[Any, ...]] = []
-        rows: list[bytes] = []
+        heads = []
+        rows = []
         for rank, of_rank in sorted(segments.items()):
             for each in sorted(of_rank, key=lambda segment: segment.part):
                 file = numbers.setdefault(each.file, len(numbers)) if each.file else NO_FILE
@@ -217,8 +217,8 @@ class SliceTable:
 
     def _slices_of(self, rank: int, part: int) -> tuple[list[int], list[int]]:
         """The numbers of the tensors of a part of which *rank* stores a slice, and the bytes of each slice."""
-        numbers: list[int] = []
-        nbytes: list[int] = []
+        numbers = []
+        nbytes = []
         for number in self._parts.get(part, ()):
             tensor = self.tensors[number]
             box = tensor.box_of_rank(rank)
@@ -266,12 +266,8 @@ class SliceTable:
                 value=how,
                 hint="earlier checkpoints are unchanged; please report this",
             )
-        return CheckpointUnusable(
-            "the table of the checkpoint's slices is damaged",
-            where=os.path.join(self._checkpoint, self.location.file),
-            value=how,
-            hint="use another checkpoint of this run, or a copy of the file",
-        )
+        what = "the table of the checkpoint's slices is damaged"
+        return unusable(what, os.path.join(self._checkpoint, self.location.file), how)
 
 
 class _Rows(NamedTuple):

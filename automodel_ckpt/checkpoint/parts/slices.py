@@ -12,18 +12,19 @@ import itertools
 import math
 import operator
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.type_aliases import Shape
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
     """An index range of a tensor: elements ``offsets[d] .. offsets[d] + sizes[d]`` in every dimension d."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Shape
+    sizes: Shape
 
     @property
     def numel(self) -> int:
@@ -54,14 +55,14 @@ class Slice:
 
     fqn: str
     dtype: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Shape
+    sizes: Shape
     file: str
     start: int
     nbytes: int
     digest: str | None = None
     interleaved: bool = False
-    strides: tuple[int, ...] | None = None
+    strides: Shape | None = None
 
     @property
     def box(self) -> Box:
@@ -102,7 +103,7 @@ class Tensor:
 
     fqn: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     slices: tuple[Slice, ...] | ComputedSlices
 
     @property
@@ -122,7 +123,7 @@ class Tensor:
 
     def overlapping(self, box: Box) -> Iterator[Slice]:
         """Yield the slices that share elements with *box*; of interleaved ones the whole tensor as one slice."""
-        found: Iterator[Slice] = iter(contiguous_slices(self))
+        found = iter(contiguous_slices(self))
         if not isinstance(self.slices, tuple) and not self.slices.interleaved:
             found = self.slices.overlapping(box)
         for stored in found:
@@ -130,6 +131,11 @@ class Tensor:
             is_same = stored.offsets == box.offsets and stored.sizes == box.sizes
             if (is_same and stored.nbytes) or intersection(stored.box, box) is not None:
                 yield stored
+
+
+TensorMap = Mapping[str, Tensor]
+"""Described tensors by name."""
+TensorDict = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +152,12 @@ def nbytes_of(dtype: str, sizes: Sequence[int]) -> int:
     return math.prod(sizes) * DTYPE_BITS[dtype] // 8
 
 
-def whole_tensor(fqn: str, dtype: str, shape: tuple[int, ...], file: str, start: int) -> Tensor:
+def whole_tensor(fqn: str, dtype: str, shape: Shape, file: str, start: int) -> Tensor:
     """Describe a tensor that is stored in a file as one slice, without a digest."""
     return Tensor(fqn, dtype, shape, (whole_slice(fqn, dtype, shape, file, start),))
 
 
-def whole_slice(fqn: str, dtype: str, shape: tuple[int, ...], file: str, start: int) -> Slice:
+def whole_slice(fqn: str, dtype: str, shape: Shape, file: str, start: int) -> Slice:
     """Describe a tensor in one byte range of a file as a slice, without a digest."""
     return Slice(fqn, dtype, (0,) * len(shape), shape, file, start, nbytes_of(dtype, shape))
 
@@ -170,7 +176,7 @@ def have_same_digests(one: Tensor, other: Tensor) -> bool:
     return None not in digests.values() and digests == digests_of(other)
 
 
-def counts(value: object) -> tuple[int, ...] | None:
+def counts(value: object) -> Shape | None:
     """Convert a shape or offsets in a file of another program; None for any other value."""
     if not isinstance(value, list | tuple):
         return None
@@ -188,7 +194,7 @@ def flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
     return number
 
 
-def is_one_run(box: Box, shape: tuple[int, ...]) -> bool:
+def is_one_run(box: Box, shape: Shape) -> bool:
     """Whether the bytes of a box are consecutive in a row-major tensor."""
     if box.numel == 0:
         return True
@@ -196,7 +202,7 @@ def is_one_run(box: Box, shape: tuple[int, ...]) -> bool:
     return len(first_runs) == 1
 
 
-def row_major_boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+def row_major_boxes(shape: Shape, first: int, last: int) -> Iterator[Box]:
     """Divide elements ``first .. last`` of a row-major tensor into as few boxes as possible, in order."""
     if first >= last:
         return
@@ -218,7 +224,7 @@ def row_major_boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[B
     yield from _row(stop, shape, 0, rest)
 
 
-def _row(row: int, shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+def _row(row: int, shape: Shape, first: int, last: int) -> Iterator[Box]:
     for box in row_major_boxes(shape[1:], first, last):
         yield Box((row, *box.offsets), (1, *box.sizes))
 
@@ -238,7 +244,7 @@ def contiguous_slices(tensor: Tensor) -> tuple[Slice, ...] | ComputedSlices:
     return (whole_slice(tensor.fqn, tensor.dtype, tensor.shape, first.file, first.start),)
 
 
-def runs_in_file(stored: Slice, shape: tuple[int, ...]) -> Iterator[Run]:
+def runs_in_file(stored: Slice, shape: Shape) -> Iterator[Run]:
     """Yield the byte ranges of a slice: ``source`` is the offset in the file, ``target`` that in the slice's bytes."""
     if stored.strides is not None:
         raise ValueError(f"{stored.fqn} is strided: its elements are in no byte ranges")
@@ -249,7 +255,7 @@ def runs_in_file(stored: Slice, shape: tuple[int, ...]) -> Iterator[Run]:
         yield Run(stored.start + run.source, run.target, run.nbytes)
 
 
-def whole_box(shape: tuple[int, ...]) -> Box:
+def whole_box(shape: Shape) -> Box:
     """The box of all elements of a tensor."""
     return Box((0,) * len(shape), shape)
 
@@ -298,7 +304,7 @@ def overlap(source: Box, target: Box, itemsize: int) -> Iterator[Run]:
         yield Run(at_source, at_target, length)
 
 
-def _strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
+def _strides(sizes: Sequence[int], itemsize: int) -> Shape:
     strides = []
     stride = itemsize
     for size in reversed(sizes):
@@ -327,7 +333,7 @@ def shape_fault(shape: Sequence[int]) -> str | None:
     return None
 
 
-def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
+def tiling_fault(boxes: Sequence[Box], shape: Shape) -> str | None:
     """Return why the boxes do not tile a tensor; None when they do.
 
     Checks the number of dimensions and the bounds of every box, that no two boxes share an element, and that they
@@ -348,7 +354,7 @@ def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
     if have < want:
         return f"{want - have} of {want} elements are not in any slice"
     # Only the dimensions that a slice partitions: each further one would double the corners.
-    cut: list[int] = []
+    cut = []
     for dim, extent in enumerate(shape):
         if any(box.sizes[dim] != extent for box in filled):
             cut.append(dim)
@@ -360,7 +366,7 @@ def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
     return "two slices overlap"
 
 
-def _bounds_fault(box: Box, shape: tuple[int, ...]) -> str | None:
+def _bounds_fault(box: Box, shape: Shape) -> str | None:
     """Return why a box is not within a tensor's shape; None when it is."""
     if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
         return f"a slice has {len(box.sizes)} dimensions, the tensor {len(shape)}"
@@ -378,15 +384,15 @@ def interleaving_fault(slices: Sequence[Slice]) -> str | None:
     return None
 
 
-def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
+def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[Shape, int]:
     """Count how often each corner occurs, with opposite signs for lower and upper ends of dimensions.
 
     The counts are the mixed difference of the number of boxes at each element. They are therefore equal for two sets of
     boxes if and only if both cover the same elements equally often.
     """
-    found: dict[tuple[int, ...], int] = {}
+    found: dict[Shape, int] = {}
     for box in boxes:
-        ends: list[tuple[tuple[int, int], ...]] = []
+        ends = []
         for dim in dims:
             low = box.offsets[dim]
             high = low + box.sizes[dim]

@@ -19,7 +19,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -27,14 +27,20 @@ from automodel_ckpt.checkpoint.files.bounded_json import flag, integer, shown, s
 from automodel_ckpt.checkpoint.files.digests import OF_SLICES, FileRecord, digest_from
 from automodel_ckpt.checkpoint.files.durable_file import digest_range
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, link_on_the_way, open_safely
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Texts, ValueDict, Values
 from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices, Sharding
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, runs_in_file
-from automodel_ckpt.errors import Problem
+from automodel_ckpt.checkpoint.parts.slices import (
+    Slice,
+    Tensor,
+    TensorDict,
+    TensorMap,
+    runs_in_file,
+)
+from automodel_ckpt.errors import TAKE_ANOTHER, Problem
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.parts.slice_table import Read, SliceTable
 
-HINT = "use another checkpoint of this run, or a copy of the file"
 _NAMED = 5
 
 
@@ -59,10 +65,10 @@ class Tree:
     """
 
     format: str
-    tensors: Mapping[str, Tensor]
+    tensors: TensorMap
     objects: Mapping[str, Blob]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    copies: Mapping[str, Tensor] = field(default_factory=dict)
+    tied: Texts = field(default_factory=dict)
+    copies: TensorMap = field(default_factory=dict)
     table: SliceTable | None = field(default=None, compare=False)
 
     @property
@@ -111,13 +117,13 @@ def uses_table(tree: Tree) -> bool:
     return len(regular) == len(table.tensors) and all(map(operator.is_, regular, table.tensors))
 
 
-def tree_to_json(tree: Tree) -> dict[str, Any]:
+def tree_to_json(tree: Tree) -> ValueDict:
     """Convert a tree to JSON."""
     # The shardings of a tree with a table, with their numbers.
     shardings: dict[Sharding, int] | None = {} if uses_table(tree) else None
     tensors = {fqn: _tensor_to_json(each, shardings) for fqn, each in tree.tensors.items()}
     copies = {fqn: _tensor_to_json(each, shardings) for fqn, each in tree.copies.items()}
-    raw: dict[str, Any] = {"format": tree.format, "tied": dict(tree.tied)}
+    raw: ValueDict = {"format": tree.format, "tied": dict(tree.tied)}
     if shardings is not None and tree.table is not None:
         file, head_bytes, digest = tree.table.location
         place = {"file": file, "head_bytes": head_bytes, "digest": digest}
@@ -141,13 +147,13 @@ _BLOB_FIELDS = ("file", "start", "nbytes", "digest")
 _SLICE_FIELDS = ("file", "start", "nbytes", "offsets", "sizes", "digest")
 
 
-def _fields(value: Slice | Blob, names: tuple[str, ...]) -> dict[str, Any]:
+def _fields(value: Slice | Blob, names: tuple[str, ...]) -> ValueDict:
     return {name: getattr(value, name) for name in names}
 
 
-def _tensor_to_json(tensor: Tensor, shardings: dict[Sharding, int] | None) -> dict[str, Any]:
+def _tensor_to_json(tensor: Tensor, shardings: dict[Sharding, int] | None) -> ValueDict:
     """Convert a tensor to JSON. *shardings* is extended. It is None without a table."""
-    described: dict[str, Any] = {"dtype": tensor.dtype, "shape": tensor.shape}
+    described: ValueDict = {"dtype": tensor.dtype, "shape": tensor.shape}
     if shardings is None or not isinstance(tensor.slices, RegularSlices):
         described["slices"] = slices = []
         for stored in tensor.slices:
@@ -166,13 +172,13 @@ def _tensor_to_json(tensor: Tensor, shardings: dict[Sharding, int] | None) -> di
     return described
 
 
-def tree_of(raw: Mapping[str, Any], read: Read, checkpoint: str) -> Tree:
+def tree_of(raw: Values, read: Read, checkpoint: str) -> Tree:
     """Convert a tree from JSON. *read* reads its table, and *checkpoint* is for messages.
 
     Raises KeyError, TypeError or ValueError if it is malformed.
     """
     table: SliceTable | None = None
-    shardings: list[Sharding] = []
+    shardings = []
     if "table" in raw:
         # Not at the top: numpy takes longer to import than most commands take.
         from automodel_ckpt.checkpoint.parts.slice_table import Location, SliceTable
@@ -184,8 +190,8 @@ def tree_of(raw: Mapping[str, Any], read: Read, checkpoint: str) -> Tree:
         table = SliceTable(location, list(map(text, place["files"])), read, checkpoint)
         shardings = [_sharding_of(sharding) for sharding in raw["shardings"]]
 
-    def tensors_of(raw_tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    def tensors_of(raw_tensors: Values) -> TensorDict:
+        found = {}
         for fqn, tensor in raw_tensors.items():
             if table is not None and "sharding" in tensor:
                 found[fqn] = _regular_of(text(fqn), tensor, shardings, table)
@@ -203,8 +209,8 @@ def tree_of(raw: Mapping[str, Any], read: Read, checkpoint: str) -> Tree:
     )
 
 
-def _sharding_of(raw: Mapping[str, Any]) -> Sharding:
-    split: list[tuple[int, tuple[int, ...]]] = []
+def _sharding_of(raw: Values) -> Sharding:
+    split = []
     for dim, mesh_dims in raw["split"].items():
         if not dim.isdecimal() or len(dim) > 2:
             raise ValueError(f"{shown(dim)} is not a dimension")
@@ -215,9 +221,7 @@ def _sharding_of(raw: Mapping[str, Any]) -> Sharding:
     return sharding
 
 
-def _regular_of(
-    fqn: str, raw: Mapping[str, Any], shardings: list[Sharding], table: SliceTable
-) -> Tensor:
+def _regular_of(fqn: str, raw: Values, shardings: list[Sharding], table: SliceTable) -> Tensor:
     number = integer(raw["sharding"])
     if number >= len(shardings):
         raise ValueError(f"{shown(fqn)} has an unknown sharding")
@@ -233,7 +237,7 @@ def _regular_of(
     return table.add(RegularSlices(fqn, dtype, shape, sharding, first, part, position))
 
 
-def tensor_of(fqn: str, raw: Mapping[str, Any]) -> Tensor:
+def tensor_of(fqn: str, raw: Values) -> Tensor:
     """Convert a tensor from JSON. Raises KeyError, TypeError or ValueError if it is malformed."""
     dtype = text(raw["dtype"])
     slices = tuple(
@@ -253,7 +257,7 @@ def tensor_of(fqn: str, raw: Mapping[str, Any]) -> Tensor:
     return Tensor(text(fqn), dtype, sizes_of(raw["shape"]), slices)
 
 
-def blob_of(raw: Mapping[str, Any]) -> Blob:
+def blob_of(raw: Values) -> Blob:
     """Convert a pickled value's position from JSON. Raises KeyError, TypeError or ValueError if it is malformed."""
     fqn, file, digest = (text(raw[key]) for key in ("fqn", "file", "digest"))
     return Blob(fqn, file, integer(raw["start"]), integer(raw["nbytes"]), digest)
@@ -267,7 +271,7 @@ class FileSlice:
     """A slice in a file, and the shape of its tensor. A value that is no tensor (*is_value*) is a slice of bytes."""
 
     stored: Slice
-    shape: tuple[int, ...]
+    shape: Shape
     is_value: bool = False
 
     def __str__(self) -> str:
@@ -314,7 +318,7 @@ class FileContents:
         return sorted(found, key=_place)
 
 
-def _place(one: FileSlice) -> tuple[int, tuple[int, ...]]:
+def _place(one: FileSlice) -> tuple[int, Shape]:
     # Interleaved slices of a tensor have the same start; their offsets order them.
     return one.stored.start, one.stored.offsets
 
@@ -389,7 +393,9 @@ def size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | N
     """Return the problem of a file that can be found without reading it; None when there is none."""
     where = checkpoint / path
     if link := link_on_the_way(checkpoint, path):
-        return Problem("a checkpoint contains a symbolic link", str(checkpoint / link), path, HINT)
+        return Problem(
+            "a checkpoint contains a symbolic link", str(checkpoint / link), path, TAKE_ANOTHER
+        )
     what = value = ""
     try:
         status = os.lstat(where)
@@ -404,4 +410,8 @@ def size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | N
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError)
         what, value = "is missing" if is_missing else "cannot be read", error.strerror or ""
-    return Problem(f"a file of the checkpoint {what}", str(where), value, HINT) if what else None
+    return (
+        Problem(f"a file of the checkpoint {what}", str(where), value, TAKE_ANOTHER)
+        if what
+        else None
+    )

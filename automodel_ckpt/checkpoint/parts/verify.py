@@ -16,7 +16,6 @@ from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.tree import (
-    HINT,
     FileContents,
     FileSlice,
     damage_text,
@@ -25,7 +24,7 @@ from automodel_ckpt.checkpoint.parts.tree import (
     head_fits,
     size_problem,
 )
-from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
+from automodel_ckpt.errors import TAKE_ANOTHER, CheckpointUnusable, Problem, os_problem
 
 _TASK_BYTES = 64 << 20
 
@@ -122,9 +121,9 @@ def _digest_problem(
                 return None
     except OSError as error:
         what = "a file of the checkpoint cannot be read"
-        return Problem(what, str(checkpoint / path), error.strerror, HINT)
+        return Problem(what, str(checkpoint / path), error.strerror, TAKE_ANOTHER)
     what = "a file of the checkpoint is not what was saved: its digest differs"
-    return Problem(what, str(checkpoint / path), damage_text(wrong), HINT)
+    return Problem(what, str(checkpoint / path), damage_text(wrong), TAKE_ANOTHER)
 
 
 def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
@@ -137,7 +136,7 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
     except CheckpointUnusable as error:  # a damaged table
         return list(error.problems)
     # All files of a tree have the damage of its table. A dict, because it has an order.
-    found: dict[Problem, None] = {}
+    found = {}
     for path, record in manifest.files.items():
         # A Merkle digest is computed from the slices' digests.
         if has_merkle_digest(record):
@@ -152,7 +151,7 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
             if wrong and file_record(checkpoint / path) == record:
                 value = ", ".join(map(str, wrong))
                 what = "the manifest's digests disagree"
-                found[Problem(what, str(checkpoint / path), value, HINT)] = None
+                found[Problem(what, str(checkpoint / path), value, TAKE_ANOTHER)] = None
     try:
         for path in unlisted_files(checkpoint, manifest):
             what = "a file that the manifest does not name"

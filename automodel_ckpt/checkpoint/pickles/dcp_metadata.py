@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Shape
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import pickled
 
 KeyPath = tuple[str | int, ...]
@@ -63,7 +64,7 @@ class DcpMetadata:
     def __init__(self) -> None:
         self._memo = _Memo()
         self._forms: dict[tuple[Any, ...], tuple[bytes, Any]] = {}
-        self._described: dict[str, bytes] = {}
+        self._described: FileDict = {}
         self._paths: list[bytes] = []
         self._stored: list[bytes] = []
         self._values: list[tuple[int, DcpLocation]] = []
@@ -72,17 +73,13 @@ class DcpMetadata:
         """Return the number of a file beside ``.metadata`` in :class:`Columns`."""
         return self._memo.text(name)
 
-    def add_tensor(
-        self, path: KeyPath, dtype: str, shape: tuple[int, ...], location: DcpLocation
-    ) -> None:
+    def add_tensor(self, path: KeyPath, dtype: str, shape: Shape, location: DcpLocation) -> None:
         """Add a tensor of a safetensors *dtype*, stored as one chunk."""
         sizes = np.array([shape], np.int64).reshape(1, len(shape))
         columns = Columns(np.zeros_like(sizes), sizes, *self._items([location]))
         self.add_columns(path, dtype, shape, columns)
 
-    def add_columns(
-        self, path: KeyPath, dtype: str, shape: tuple[int, ...], columns: Columns
-    ) -> None:
+    def add_columns(self, path: KeyPath, dtype: str, shape: Shape, columns: Columns) -> None:
         """Add a tensor of a safetensors *dtype*, stored in chunks, which cover it."""
         # Tensors that are divided in the same way are described once.
         form = (dtype, shape, columns.offsets.tobytes(), columns.sizes.tobytes())
@@ -137,7 +134,7 @@ class DcpMetadata:
             return _get(self._memo.text(key))
         return pickled(key)
 
-    def _form(self, dtype: str, shape: tuple[int, ...], columns: Columns) -> tuple[bytes, Any]:
+    def _form(self, dtype: str, shape: Shape, columns: Columns) -> tuple[bytes, Any]:
         """Return the description of a tensor, and the numbers of the offsets of its chunks."""
         memo = self._memo
         offsets = memo.all_extents(columns.offsets)
@@ -176,7 +173,7 @@ class DcpMetadata:
     ) -> bytes:
         """Return the keys and values of ``storage_data``; *offsets* is None for values that are not tensors."""
         memo = self._memo
-        at: list[Any] = [pickle.NONE] if offsets is None else [pickle.LONG_BINGET, offsets]
+        at = [pickle.NONE] if offsets is None else [pickle.LONG_BINGET, offsets]
         return _rows(
             memo.new("MetadataIndex") + memo.key("fqn") + pickle.LONG_BINGET,
             names,
@@ -219,7 +216,7 @@ class _Memo:
         self._count = 0
         self._texts: dict[str, int] = {}
         self._named: dict[tuple[str, str], int] = {}
-        self._extents: dict[tuple[int, ...], int] = {}
+        self._extents: dict[Shape, int] = {}
         for name in _FREQUENT:
             self.text(name)
         for name in _FREQUENT_CLASSES:
@@ -240,7 +237,7 @@ class _Memo:
             self._named[module, name] = self._keep(words + pickle.STACK_GLOBAL)
         return self._named[module, name]
 
-    def extents(self, value: tuple[int, ...]) -> int:
+    def extents(self, value: Shape) -> int:
         """Return the number of a ``torch.Size``."""
         number = self._extents.get(value)
         if number is None:
@@ -295,7 +292,7 @@ def _integers(values: Any) -> tuple[bytes, Any]:
 def _rows(*columns: Any) -> bytes:
     """Return rows of the same instructions (bytes) with different operands (arrays of little-endian integers)."""
     (num_rows,) = {len(column) for column in columns if not isinstance(column, bytes)}
-    fields: list[tuple[str, str]] = []
+    fields = []
     for number, column in enumerate(columns):
         kind = f"V{len(column)}" if isinstance(column, bytes) else column.dtype.str
         fields.append((f"{number}", kind))

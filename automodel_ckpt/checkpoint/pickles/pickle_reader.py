@@ -18,10 +18,11 @@ from torch import Tensor
 from torch import _utils as rebuilders
 from torch.storage import TypedStorage, UntypedStorage, _get_dtype_from_pickle_storage_type
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.pickles.pickle_values import NUMPY_MARK
 from automodel_ckpt.checkpoint.pickles.restricted_unpickler import RestrictedUnpickler
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault, archive_records
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import unusable
 
 # Saves allow 25 levels of containers (state/storable.py).
 MAX_DEPTH = 200
@@ -44,12 +45,7 @@ def load(data: bytes, where: str) -> Any:
         return value
     except Exception as error:
         said = str(error).split("\n")[0] if isinstance(error, Fault) else repr(error)
-        raise CheckpointUnusable(
-            "stored state is not plain data",
-            where=where,
-            value=said[:300],
-            hint="use another checkpoint of this run (`ckpt ls`)",
-        ) from error
+        raise unusable("stored state is not plain data", where, said[:300]) from error
 
 
 # ---------------------------------------------------------------- the pickle
@@ -210,7 +206,7 @@ def _parameter(data: Tensor, requires_grad: bool, hooks: Any, state: Any = None)
     return parameter  # type: ignore[no-any-return]
 
 
-_FUNCTIONS: dict[str, Any] = {
+_FUNCTIONS: ValueDict = {
     "collections.OrderedDict": _ordered,
     "collections.Counter": _counter,
     "_codecs.encode": _encode,

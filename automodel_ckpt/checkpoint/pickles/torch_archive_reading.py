@@ -26,7 +26,7 @@ def archive_ranges(data: bytes | memoryview) -> dict[str, tuple[int, int]]:
     could make a small file describe any amount of memory.
     """
     count, size, start = _directory(data)
-    records: dict[str, tuple[int, int]] = {}
+    records = {}
     at = start
     total = 0
     for _ in range(count):

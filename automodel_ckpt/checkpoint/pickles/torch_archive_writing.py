@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, TORCH_NAMES
+from automodel_ckpt.checkpoint.files.type_aliases import Shape
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 
 _ALIGN = 64
@@ -139,7 +140,7 @@ class ArchiveTensor:
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     content: Blocks
 
     @property
@@ -176,7 +177,7 @@ def plain_archive(value: Any) -> bytes:
 
 
 @functools.lru_cache(maxsize=4096)
-def described_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
+def described_archive(dtype: str, shape: Shape) -> TensorArchive:
     """Return the file of a single contiguous tensor of a safetensors *dtype*, without the bytes of the tensor.
 
     Their CRC-32 is left out (0), as with ``torch.serialization.set_crc32_options(False)``: torch does not read it.
@@ -321,8 +322,8 @@ def pickled(value: object) -> bytes:
     return buffer.getvalue()[2:-1]
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
+def _strides(shape: Shape) -> Shape:
+    strides = []
     step = 1
     for extent in reversed(shape):
         strides.append(step)

@@ -11,6 +11,7 @@ from typing import Any
 from automodel_ckpt.base.store_url import check_library, check_options, check_url
 from automodel_ckpt.checkpoint.export.export_manifest import exports_in
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
@@ -38,7 +39,7 @@ def check_remote(settings: RemoteOptions) -> None:
     check_options(settings.options, f"{_KEY}.options")
 
 
-def _job(settings: RemoteOptions, token: str, **fields: Any) -> dict[str, Any]:
+def _job(settings: RemoteOptions, token: str, **fields: Any) -> ValueDict:
     """Return the fields of a :class:`~.uploader.Job`."""
     rate = settings.max_mb_per_second
     return {
@@ -111,7 +112,7 @@ class Uploads:
             self._newest = None
             self.start(step)
 
-    def _present_job(self) -> dict[str, Any]:
+    def _present_job(self) -> ValueDict:
         """What a process that starts now uploads. It also writes the owner's object, which would delay training here.
 
         While there is a record, the process has not marked the abandoned checkpoints of earlier starts, and has
@@ -165,7 +166,7 @@ class Uploads:
         error = self.process.status.error
         return SaveFailed(
             f"checkpoints or their exports are not in the store; they are complete on {place}",
-            where=str(self._run.store),
+            where=self._run.store,
             value=f"{value}; {error}" if error else value,
             hint=hint,
             restart=restart,

@@ -19,13 +19,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.base.units import size_text
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.run.notes import read_note, write_note
 from automodel_ckpt.checkpoint.run.transfer_files import link, pending, step_of, unlink
 from automodel_ckpt.errors import AutomodelError, LeaseLost, without_hidden
@@ -216,7 +217,7 @@ def _open_lock(root: Path, lock_file: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], UploadLoop]) -> int:
+def serve(root: Path, lock_file: str, make: Callable[[Values], UploadLoop]) -> int:
     """Upload until the trainer asks to finish, or for :data:`LAST_SECONDS` after it has ended otherwise.
 
     The uploads stop earlier if a later start of the run has a process, which waits for this one and continues them.
@@ -276,7 +277,7 @@ class UploadingProcess:
         prefix: str,
         lock_file: str,
         status_file: str,
-        job: Callable[[], Mapping[str, Any]],
+        job: Callable[[], Values],
         *,
         name: str = "the uploading process",
     ) -> None:

@@ -17,10 +17,9 @@ from automodel_ckpt.checkpoint.parts.tree import (
 )
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
-from automodel_ckpt.errors import Problem
+from automodel_ckpt.errors import TAKE_ANOTHER, Problem
 
 _WHAT = "a file of the checkpoint is not what was saved: its digest differs"
-_HINT = "use another checkpoint of this run, or push it again"
 
 
 def digest_problems(
@@ -51,6 +50,6 @@ def digest_problems(
                 # Only now, a second time: to find where the damage is.
                 found = ranges.damaged(file) if damaged is None else damaged
                 problems.append(
-                    Problem(_WHAT, f"{run.store}/{name}/{file}", damage_text(found), _HINT)
+                    Problem(_WHAT, f"{run.store}/{name}/{file}", damage_text(found), TAKE_ANOTHER)
                 )
     return problems

@@ -9,14 +9,13 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.base.store_url import is_url, public
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint
@@ -52,7 +51,7 @@ class Fetched:
     path: Path
     url: str
     is_streamed: bool
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Values = field(default_factory=dict)
     num_threads: int = _NUM_THREADS
 
     @property

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.store.store import Store
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
-_NONE: Mapping[str, Any] = {}
+_NONE: Values = {}
 
 
 def locate_run(
-    url: str, options: Mapping[str, Any] = _NONE, *, where: str = "URL"
+    url: str, options: Values = _NONE, *, where: str = "URL"
 ) -> tuple[RemoteRun, str | None]:
     """Open the run that *url* is, or is inside of, and return the name of the checkpoint that it names, if any.
 
@@ -34,7 +32,7 @@ def locate_run(
 
 
 def locate_checkpoint(
-    url: str, options: Mapping[str, Any] = _NONE, *, where: str = "URL"
+    url: str, options: Values = _NONE, *, where: str = "URL"
 ) -> tuple[RemoteRun, str]:
     """Open the checkpoint that *url* names; of a run, its newest one. Arguments and errors as of :func:`locate_run`.
 
@@ -50,6 +48,4 @@ def locate_checkpoint(
 
 
 def _missing(where: str, value: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        "checkpoint not found", where=where, value=value, hint="`ckpt ls URL` lists the checkpoints"
-    )
+    return unusable("checkpoint not found", where, value, "`ckpt ls URL` lists the checkpoints")

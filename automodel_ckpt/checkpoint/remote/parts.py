@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.store.store import Store
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 LOOK_SECONDS = 2.0
 """How often a node reads the store while it waits for another one. Requests cost money."""
@@ -156,9 +156,9 @@ def _read(kind: type[Record], store: Store, place: str) -> Record | None:
 
 
 def _unusable(checkpoint: Path, value: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
+    return unusable(
         "the nodes do not have all files of a checkpoint",
-        where=checkpoint.name,
-        value=value,
-        hint="the checkpoints before it are in the store",
+        checkpoint.name,
+        value,
+        "the checkpoints before it are in the store",
     )

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote.parts import only
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.store.store import Store
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, unusable
 
 LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG, layout.TIMELINE_LOG)
 """The logs of a run that are uploaded with each checkpoint."""
@@ -180,7 +180,7 @@ def _download(
             raise _unusable(store, f"{prefix}{file}", what, "remove it, or use another URL")
     pool = ThreadPoolExecutor(num_threads, "pull")
     try:
-        pending: set[Future[None]] = {pool.submit(fetch, file) for file in sizes}
+        pending = {pool.submit(fetch, file) for file in sizes}
         while pending:
             check()
             done, pending = wait(pending, _POLL_SECONDS, return_when=FIRST_EXCEPTION)
@@ -197,7 +197,7 @@ def _download(
 
 
 def _unusable(store: Store, name: str, what: str, hint: str) -> CheckpointUnusable:
-    return CheckpointUnusable(what, where=f"{store}/{name}", value="", hint=hint)
+    return unusable(what, f"{store}/{name}", "", hint)
 
 
 def _check_space(directory: Path, nbytes: int) -> None:
@@ -205,7 +205,7 @@ def _check_space(directory: Path, nbytes: int) -> None:
     if free < nbytes:
         raise SaveFailed(
             "the disk lacks the space for the checkpoint",
-            where=str(directory),
+            where=directory,
             value=f"{size_text(nbytes)} needed, {size_text(free)} free",
             hint="free disk space, or choose another directory",
         )

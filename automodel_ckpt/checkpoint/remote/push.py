@@ -29,7 +29,7 @@ from automodel_ckpt.checkpoint.store.transfer import (
     upload_in_one_request,
     upload_in_parts,
 )
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 NUM_THREADS = 8
 """Files, and parts of large files, that are sent at the same time by default."""
@@ -82,11 +82,11 @@ def push_checkpoint(
         try:
             run.withdraw(name)
         except ValueError as error:
-            raise CheckpointUnusable(
+            raise unusable(
                 "another checkpoint of this name is in the store, and a pointer names it",
-                where=f"{run.store}/{name}",
-                value=str(error),
-                hint="push to another URL, or remove it there with `ckpt prune`",
+                f"{run.store}/{name}",
+                str(error),
+                "push to another URL, or remove it there with `ckpt prune`",
             ) from None
         memory.forget()
         memory = UploadMemory(memory_file, manifest.digest, str(run.store))
@@ -184,7 +184,7 @@ def _check_sizes(run: RemoteRun, name: str, manifest: Manifest, memory: UploadMe
     # One request for a thousand files. What it does not show may still be there: a listing can be behind.
     listed = run.store.sizes(name)
     for file, record in manifest.files.items():
-        size: int | None = listed.get(file)
+        size = listed.get(file)
         if size != record.size:
             with contextlib.suppress(FileNotFoundError):
                 size = run.store.size(f"{name}/{file}")

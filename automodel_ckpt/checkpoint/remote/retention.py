@@ -74,8 +74,8 @@ def incomplete(run: RemoteRun) -> list[IncompleteUpload]:
 
 def prune(run: RemoteRun, keep: policy.KeepPolicy, metric_key: str) -> list[str]:
     """Remove the checkpoints that *keep* does not keep, complete interrupted removals, and return the names."""
-    complete: list[RemoteCheckpoint] = []
-    leftovers: list[str] = []
+    complete = []
+    leftovers = []
     # In one pass: each request takes longer than a small checkpoint.
     for each in run.names():
         name = str(each)

@@ -20,15 +20,15 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, ValueDict
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import abort_uploads
-from automodel_ckpt.errors import CheckpointUnusable, LeaseLost
+from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, unusable
 
 SUPERSEDED = "SUPERSEDED"
 OWNER = "run.json"
@@ -97,12 +97,12 @@ class RemoteRun:
             host = owner.get("host") if owner is not None else None
             raise LeaseLost(
                 "another run writes its checkpoints to this URL now",
-                where=str(self.store),
+                where=self.store,
                 value=f"a run on {host}" if host else f"no valid {OWNER}",
                 hint="give each run its own URL",
             )
 
-    def owner(self) -> dict[str, Any] | None:
+    def owner(self) -> ValueDict | None:
         """Read the start that writes here: ``start``, ``host`` and ``time``. Returns None when there is none."""
         try:
             owner = parse_json(self.store.read(OWNER))
@@ -140,11 +140,11 @@ class RemoteRun:
         """
         data = self.manifest(name)
         if data is None:
-            raise CheckpointUnusable(
+            raise unusable(
                 "the store has no complete checkpoint of this name",
-                where=str(self.store),
-                value=name,
-                hint="`ckpt ls URL` lists the checkpoints",
+                self.store,
+                name,
+                "`ckpt ls URL` lists the checkpoints",
             )
 
         def read(file: str, start: int, nbytes: int) -> bytes:
@@ -211,11 +211,11 @@ class RemoteRun:
             raise conflict(self.store, f"{name}/{layout.MANIFEST}")
         # An earlier attempt may have written it.
         if found != manifest:
-            raise CheckpointUnusable(
+            raise unusable(
                 "another writer published a checkpoint of this name",
-                where=f"{self.store}/{name}",
-                value="",
-                hint="give each run its own URL",
+                f"{self.store}/{name}",
+                "",
+                "give each run its own URL",
             )
 
     def point(self, metric_key: str, mode: policy.Mode) -> None:
@@ -297,9 +297,9 @@ class RemoteRun:
         self.store.delete([f"{name}/{SUPERSEDED}"])
         self.store.delete_directory(name)
 
-    def _versions(self, name: str) -> dict[str, str]:
+    def _versions(self, name: str) -> TextDict:
         """Return the versions of all objects of a checkpoint. The listing may be behind, the manifest is not."""
-        versions = self.store.versions(name)
+        versions: TextDict = self.store.versions(name)
         files = [layout.MANIFEST]
         with contextlib.suppress(CheckpointUnusable):
             files += self.complete_manifest(name)[1].files

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.export.export_manifest import complete_exports
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.remote.background import LINK, LOCK, STATUS
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, print_line, serve
 from automodel_ckpt.checkpoint.remote.parts import OtherNodes
@@ -39,10 +38,10 @@ class Job:
     """
 
     url: str
-    options: Mapping[str, Any]
+    options: Values
     token: str
     metric_key: str = ""
-    keep: Mapping[str, Any] = field(default_factory=dict)
+    keep: Values = field(default_factory=dict)
     bytes_per_second: float | None = None
     num_threads: int = 8
     went_back_to: int = 0

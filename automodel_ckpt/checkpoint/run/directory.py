@@ -11,12 +11,12 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.export.export_leftovers import clear_checkpoint
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.failures import NEXT_SAVE, as_failure
 from automodel_ckpt.checkpoint.run import links, policy, resume
@@ -158,9 +158,7 @@ class RunDirectory:
             if not is_abandoned and not (self.root / record.name).is_symlink():
                 yield record.name
 
-    def publish(
-        self, staging: Path, name: layout.CheckpointName, losses: Mapping[str, Any]
-    ) -> None:
+    def publish(self, staging: Path, name: layout.CheckpointName, losses: Values) -> None:
         """Rename a finalized checkpoint to its final name and update the pointers.
 
         *losses* are the losses of the checkpoint's step, if it was validated. After a resume from an earlier step, the
@@ -220,7 +218,7 @@ class RunDirectory:
         if before != newest.name or is_new_best or has_lost_best:
             self._point()
 
-    def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
+    def note_validation(self, name: str, digest: str, losses: Values) -> None:
         """Record the losses of a validation that ran after the checkpoint *name* was published.
 
         *digest* is the manifest's digest. A failed write is logged. Raises :class:`LeaseLost`.
@@ -342,7 +340,7 @@ def check_links(directory: Path) -> None:
             target = os.path.realpath(path)
             raise RecipeError(
                 "the run directory is a link to a directory that does not exist",
-                where=str(directory),
+                where=directory,
                 value=f"{path} is a link to {target}, which does not exist",
                 hint=f"create {target}, or use another run directory",
             )
@@ -356,7 +354,7 @@ def check_outside_checkpoints(directory: Path) -> None:
         if layout.is_checkpoint(path.name) and os.path.lexists(path / layout.MANIFEST):
             raise RecipeError(
                 "a run directory cannot be a checkpoint, or be inside of one",
-                where=str(directory),
+                where=directory,
                 value=f"{path} is a checkpoint",
                 hint=f"use {path.parent} or another directory; a run resumes from its newest checkpoint, or from "
                 "checkpoint.restore_from",
@@ -368,7 +366,7 @@ def check_not_a_file(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise RecipeError(
             "the run directory is a file",
-            where=str(directory),
+            where=directory,
             value="not a directory",
             hint="name another directory",
         )

@@ -122,7 +122,7 @@ class Lease:
             # The child of a fork has a copy of this object, and the parent still writes.
             raise LeaseLost(
                 "this process was forked from that of the run, which alone may write in its directory",
-                where=str(self._path.parent),
+                where=self._path.parent,
                 value=f"process {os.getpid()}, a child of {self._process}",
                 hint="save in the process that created the Checkpointer",
             )
@@ -297,7 +297,7 @@ class Lease:
         except LeaseLost as loss:
             raise RecipeError(
                 "another process took over this directory at the same time",
-                where=str(self._path.parent),
+                where=self._path.parent,
                 value=loss.problems[0].value,
                 hint=self._hint,
             ) from None

@@ -28,7 +28,7 @@ def protected_names(root: Path) -> set[str]:
     The links are LATEST, LOWEST_VAL, pins, and links of the user at any depth outside of the checkpoints. The text file
     of a pointer has the same effect as its link. A checkpoint that is itself a link is protected too.
     """
-    names: set[str] = set()
+    names = set()
     top = root.resolve()
     for link in _links(root):
         target = Path(os.path.realpath(link))

@@ -149,7 +149,7 @@ def reject_special_file(path: Path) -> None:
         if not stat.S_ISREG(mode):
             raise RecipeError(
                 "the lock file of this directory is not a regular file",
-                where=str(path),
+                where=path,
                 value=stat.filemode(mode),
                 hint="remove it: a run creates only regular files",
             )
@@ -164,13 +164,13 @@ def rejection(path: Path, holder: Holder | None, hint: str) -> RecipeError:
     if holder is not None and holder.is_this_process():
         return HeldByThisProcess(
             "this process uses this directory already, in another run or Checkpointer",
-            where=str(path.parent),
+            where=path.parent,
             value=_described(holder),
             hint=f"close() the other one, or, if it is lost (in a notebook), restart the process; {hint}",
         )
     return RecipeError(
         "another process is using this directory",
-        where=str(path.parent),
+        where=path.parent,
         value=_described(holder),
         hint=hint,
     )
@@ -180,7 +180,7 @@ def lost(path: Path, holder: Holder | None) -> LeaseLost:
     """The error of a run if its lock file has the record *holder* of another run, or is gone (None)."""
     return LeaseLost(
         "this run lost the lock on its directory: another run has taken over, or its lock file was removed",
-        where=str(path),
+        where=path,
         value=_described(holder),
         hint="this run writes nothing more here. Another run takes over if this one writes no heartbeat for too long: "
         "check what suspended this process or stalled its disk",

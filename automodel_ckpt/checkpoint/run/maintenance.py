@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import links, policy, resume
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, unusable
 
 
 def pin(root: Path, name: str) -> None:
@@ -131,7 +131,7 @@ def drop_optimizer(root: Path, name: str) -> int:
         if not commit.exchange(staging, root / name):
             raise SaveFailed(
                 "this file system cannot swap two directories in one step",
-                where=str(root),
+                where=root,
                 value=name,
                 hint="remove whole checkpoints instead: leave out --drop-optimizer",
             )
@@ -146,7 +146,7 @@ def drop_optimizer(root: Path, name: str) -> int:
 def without_optimizer(manifest: Manifest) -> Manifest:
     """Copy a manifest without the state of optimizers and learning rate schedules."""
     state = dict(manifest.state)
-    dropped: dict[str, str] = {}
+    dropped = {}
     for name, record in manifest.state.items():
         if record.kind in ("optimizer", "lr_scheduler"):
             state[name] = replace(record, scope=NOT_SAVED)
@@ -183,11 +183,11 @@ def _link_files(source: Path, target: Path, *, omit: Collection[str]) -> None:
 def run_of(checkpoint: Path) -> tuple[Path, str]:
     """Split a checkpoint's path into run directory and name. Raises :class:`CheckpointUnusable` for other paths."""
     if not layout.is_checkpoint(checkpoint.name):
-        raise CheckpointUnusable(
+        raise unusable(
             "not a checkpoint of a run",
-            where=str(checkpoint),
-            value=checkpoint.name,
-            hint="use a path like checkpoints/epoch_0_step_20, or a pointer to it",
+            checkpoint,
+            checkpoint.name,
+            "use a path like checkpoints/epoch_0_step_20, or a pointer to it",
         )
     return checkpoint.parent, checkpoint.name
 
@@ -208,7 +208,7 @@ def freed_bytes(checkpoints: Sequence[Path]) -> list[int]:
     A file is freed with its last name.
     """
     removed: Counter[tuple[int, int]] = Counter()
-    freed: list[int] = []
+    freed = []
     for checkpoint in checkpoints:
         freed.append(0)
         for status in _files(checkpoint):

@@ -14,12 +14,13 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import CheckpointUnusable
 
 log = logging.getLogger("automodel_ckpt")
@@ -33,7 +34,7 @@ _MAX_BYTES_OF_ALL = 1 << 22
 _MAX_TEXT = 100
 
 
-def read_note(directory: Path, name: str, limit: int = MAX_BYTES) -> dict[str, Any]:
+def read_note(directory: Path, name: str, limit: int = MAX_BYTES) -> ValueDict:
     """Return the mapping in the file *name* of *directory*; empty if the file is missing, damaged or too large."""
     try:
         found = parse_json(read_safely(directory, name, limit=limit))
@@ -42,7 +43,7 @@ def read_note(directory: Path, name: str, limit: int = MAX_BYTES) -> dict[str, A
     return found if isinstance(found, dict) else {}
 
 
-def write_note(path: Path, content: Mapping[str, Any]) -> None:
+def write_note(path: Path, content: Values) -> None:
     """Replace a note. Raises OSError."""
     replace_file(path, json.dumps(content).encode() + b"\n")
 
@@ -66,7 +67,7 @@ def forget_memory(run: Path) -> None:
 # ---------------------------------------------------------------- later validations
 
 
-def note_losses(checkpoint: Path, digest: str, losses: Mapping[str, Any]) -> None:
+def note_losses(checkpoint: Path, digest: str, losses: Values) -> None:
     """Store the *losses* of a later validation of a checkpoint; *digest* is its manifest's. Raises OSError."""
     run = checkpoint.parent
     # Entries of removed checkpoints are dropped: a long run would reach the limit.
@@ -78,7 +79,7 @@ def note_losses(checkpoint: Path, digest: str, losses: Mapping[str, Any]) -> Non
     write_note(run / layout.LATE_VALIDATIONS, entries)
 
 
-def recall_losses(checkpoint: Path, digest: str) -> dict[str, Any]:
+def recall_losses(checkpoint: Path, digest: str) -> ValueDict:
     """Return the stored losses of a checkpoint, with a manifest that has *digest*; empty if there are none."""
     notes = read_note(checkpoint.parent, layout.LATE_VALIDATIONS, _MAX_BYTES_OF_ALL)
     with contextlib.suppress(*Damaged):

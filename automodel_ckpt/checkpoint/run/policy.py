@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 
 Mode = Literal["min", "max"]
 
@@ -26,7 +28,7 @@ def newest_first(records: Iterable[Record]) -> list[Record]:
     return sorted(records, key=lambda record: (record.step, record.epoch), reverse=True)
 
 
-def metric_of(losses: Mapping[str, Any], key: str) -> float | None:
+def metric_of(losses: Values, key: str) -> float | None:
     """Return the metric *key* in a checkpoint's losses, or None when it is missing or not a finite number."""
     value: Any = losses.get(key)
     # Not isinstance: True would rank as 1.0. Comparing does not convert an integer of hundreds of digits, and is False

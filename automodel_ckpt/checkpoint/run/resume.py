@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.notes import recall_losses, stamp
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 Known = dict[str, tuple[tuple[int, int, int], policy.Record]]
 """A cache of records by name, each with the :func:`.notes.stamp` that the checkpoint had when it was read."""
@@ -108,7 +108,7 @@ def expected(root: Path, restore_from: str | None, memory: Path | None = None) -
     return None
 
 
-def validated_losses(root: Path) -> Iterator[Mapping[str, Any]]:
+def validated_losses(root: Path) -> Iterator[Values]:
     """Yield the losses of each complete checkpoint of a run at a validated step, newest first."""
     for name in checkpoint_names(root):
         checkpoint = root / str(name)
@@ -271,18 +271,18 @@ def named_checkpoint(root: Path, name: str) -> Path:
     if found is None or not found.is_dir() or (name in layout.POINTERS and is_second_name):
         newest = [str(each) for each in checkpoint_names(root)[:10]]
         existing = ", ".join(newest) or "no checkpoints"
-        raise CheckpointUnusable(
+        raise unusable(
             "the checkpoint to restore from does not exist",
-            where="checkpoint.restore_from",
-            value=name,
-            hint=f"use an existing one ({root} contains {existing}), LATEST, LOWEST_VAL after a validation, or a path",
+            "checkpoint.restore_from",
+            name,
+            f"use an existing one ({root} contains {existing}), LATEST, LOWEST_VAL after a validation, or a path",
         )
     if not os.path.lexists(found / layout.MANIFEST) and checkpoint_names(found):
-        raise CheckpointUnusable(
+        raise unusable(
             "the checkpoint to restore from is a run directory",
-            where="checkpoint.restore_from",
-            value=name,
-            hint=f"name one of its checkpoints, such as {found / layout.LATEST}",
+            "checkpoint.restore_from",
+            name,
+            f"name one of its checkpoints, such as {found / layout.LATEST}",
         )
     return found
 

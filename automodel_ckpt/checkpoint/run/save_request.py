@@ -65,7 +65,7 @@ def request_save(run: Path, notify: Callable[[str], None]) -> Path:
     if _has_ended(lock, holder):
         raise RecipeError(
             "no run uses this directory",
-            where=str(run),
+            where=run,
             value="",
             hint="specify the checkpoint_dir of a running job; if its nodes share no storage, on the node of rank 0",
         )
@@ -76,7 +76,7 @@ def request_save(run: Path, notify: Callable[[str], None]) -> Path:
     seen_at, limit = time.monotonic(), usual_watch_seconds(run)
     while True:
         now = read_holder(lock)
-        # A heartbeat counts as long as the run has an answer to give.
+        # Once the request is gone, only an answer counts, of which there may be none (see answer()).
         if now != holder and is_waiting(run):
             holder, seen_at = now, time.monotonic()
         # Before the answer is read, which a run writes before it ends.
@@ -94,7 +94,7 @@ def request_save(run: Path, notify: Callable[[str], None]) -> Path:
         return run / str(found["checkpoint"])
     raise SaveFailed(
         "nothing was saved",
-        where=str(run),
+        where=run,
         value=str(found.get("error", "")),
         hint=f"see the end of {run / layout.TEXT_LOG}",
     )

@@ -6,11 +6,12 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
+from automodel_ckpt.checkpoint.run.notes import Damaged
 
 STARTUP, STEPS, DATA, SAVES, VALIDATION, OTHER = (
     "startup",
@@ -34,7 +35,7 @@ _MAX_BYTES = 64 * 2**20
 _MAX_SECONDS, _MAX_STEP = 1e12, 2**53
 
 
-def read_timeline(directory: Path) -> Iterator[dict[str, Any]]:
+def read_timeline(directory: Path) -> Iterator[ValueDict]:
     """Yield the valid lines of a run's timeline, in their order: beginnings and ends of starts. Raises OSError."""
     try:
         data = _read(directory / layout.TIMELINE_LOG)
@@ -46,7 +47,7 @@ def read_timeline(directory: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def read_state(directory: Path) -> dict[str, Any] | None:
+def read_state(directory: Path) -> ValueDict | None:
     """Return the newest state of the last start, as the line of its end, or None when it cannot be read."""
     try:
         data = _read(directory / layout.TIMELINE_STATE)
@@ -62,27 +63,19 @@ def _read(path: Path) -> bytes:
         return file.read(_MAX_BYTES)
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parsed(line: bytes) -> ValueDict | None:
     """Return a line as a record. All fields have the right types and are in range. Returns None for any other text."""
     try:
         record = parse_json(line)
-    except ValueError:
+        values = [record["time"]]
+        counts = [record["step"], record.get("num_steps", 0)]
+        is_known = record["event"] in (START, END) and isinstance(record["start"], str)
+        if record["event"] == END:
+            values += [record["logged"], *(record["seconds"][phase] for phase in PHASES)]
+    except Damaged:
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("start"), str):
-        return None
-    is_valid = _is_number(record.get("time")) and type(record.get("step")) is int
-    if not is_valid or not 0 <= record["step"] <= _MAX_STEP:
-        return None
-    if record.get("event") == START:
-        return record
-    seconds = record.get("seconds")
-    if record.get("event") != END or not isinstance(seconds, dict):
-        return None
-    values = [seconds.get(phase) for phase in PHASES] + [record.get("logged")]
-    num_steps = record.get("num_steps", 0)
-    if type(num_steps) is not int or not 0 <= num_steps <= _MAX_STEP:
-        return None
-    return record if all(map(_is_number, values)) else None
+    are_counts = all(type(each) is int and 0 <= each <= _MAX_STEP for each in counts)
+    return record if is_known and are_counts and all(map(_is_number, values)) else None
 
 
 def _is_number(value: object) -> bool:

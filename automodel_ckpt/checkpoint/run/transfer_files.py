@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.options import RemoteOptions
 
 TO_STORE = ".upload-"
@@ -91,7 +90,7 @@ def own_name(restore_from: str | None, settings: RemoteOptions | None) -> str | 
     return name if is_name else restore_from
 
 
-def options_for(url: str, settings: RemoteOptions | None) -> Mapping[str, Any]:
+def options_for(url: str, settings: RemoteOptions | None) -> Values:
     """Return the options of the run's store for another *url*, if it is in a store of the same kind."""
     if settings is None or settings.url.partition("://")[0] != url.partition("://")[0]:
         return {}

@@ -19,8 +19,9 @@ from automodel_ckpt.checkpoint.export.adapter_record import FORMAT_VERSION, read
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.export.hf_assets import TensorSpec, tensor_specs, tokenizer_files
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Files, Values
 from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS, BaseMaps
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import RecipeError, unusable
 
 # Settings that decide which function an adapter computes. Others affect only training, or the shapes of tensors.
 _BINDING = (
@@ -34,8 +35,6 @@ _BINDING = (
     "parameters",
     "saved",
 )
-_NEW_SETTINGS: Mapping[str, Any] = {"parameters": [], "ranks": {}, "alphas": {}}
-"""The values of settings that checkpoints of earlier versions do not have."""
 
 
 class AdapterAssets:
@@ -49,14 +48,14 @@ class AdapterAssets:
 
     def __init__(
         self,
-        peft_config: Mapping[str, Any],
-        description: Mapping[str, Any],
+        peft_config: Values,
+        description: Values,
         *,
         tensors: Mapping[str, TensorSpec],
         base: BaseIdentity | None = None,
         tokenizer: Any = None,
         base_dir: Path | str | None = None,
-        further: Mapping[str, bytes] | None = None,
+        further: Files | None = None,
     ) -> None:
         self._further = dict(further or {})
         self._peft_config, self._description = dict(peft_config), dict(description)
@@ -119,7 +118,7 @@ class AdapterAssets:
         )
 
     @functools.cached_property
-    def files(self) -> Mapping[str, bytes]:
+    def files(self) -> Files:
         """The side files by name: those beside adapter_model.safetensors, and the expected tensors of an export.
 
         Computed only on rank 0.
@@ -159,27 +158,26 @@ class AdapterAssets:
         base, where = recorded["base"], str(checkpoint / directory)
         if base.get("digest") != self._base.digest:
             moved = base.get("relative_to_run")
-            raise CheckpointUnusable(
+            raise unusable(
                 "the adapters of this checkpoint were trained on another base model",
-                where=where,
-                value=f"saved with {base.get('name')}, now {self._base.name}; the files differ",
-                hint="set model.from_pretrained to the base they were trained on"
+                where,
+                f"saved with {base.get('name')}, now {self._base.name}; the files differ",
+                "set model.from_pretrained to the base they were trained on"
                 + (f" (relative to the run it was {moved})" if moved else "")
                 + "; or start a new run in another checkpoint.checkpoint_dir",
             )
         # Through JSON, as the saved settings: tuples are lists there.
         saved, here = recorded["adapter"], json.loads(_json(self._description))
-        lines: list[str] = []
+        lines = []
         for key in _BINDING:
-            before = saved.get(key, _NEW_SETTINGS.get(key))
-            if before != here[key]:
-                lines.append(f"{key}: saved {before}, here {here[key]}")
+            if saved.get(key) != here[key]:
+                lines.append(f"{key}: saved {saved.get(key)}, here {here[key]}")
         if lines:
-            raise CheckpointUnusable(
+            raise unusable(
                 "the checkpoint's adapters do not match this run",
-                where=where,
-                value="\n    " + "\n    ".join(lines),
-                hint="resume with the peft section that wrote it (its config.yaml is in the checkpoint), "
+                where,
+                "\n    " + "\n    ".join(lines),
+                "resume with the peft section that wrote it (its config.yaml is in the checkpoint), "
                 "or start a new run in another checkpoint.checkpoint_dir",
             )
 
@@ -269,5 +267,5 @@ def _description(model: Any, adapter: str, config: Any) -> dict[str, Any]:
     return found
 
 
-def _json(value: Mapping[str, Any], *, sort_keys: bool = False) -> bytes:
+def _json(value: Values, *, sort_keys: bool = False) -> bytes:
     return json.dumps(value, indent=2, sort_keys=sort_keys).encode() + b"\n"

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from automodel_ckpt.checkpoint.export.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.export.next_steps import try_command
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import local_tensor
 from automodel_ckpt.checkpoint.jobs.jobs import FileJob
@@ -161,7 +162,7 @@ class AsyncSaves:
 
     # ---------------------------------------------------------------- the plan of the previous save
 
-    def save_with_previous_plan(self, save: Save, state: Mapping[str, Any]) -> SaveReport | None:
+    def save_with_previous_plan(self, save: Save, state: Values) -> SaveReport | None:
         """Save with the plan of the previous save; return None, with no effect, where it does not match on some rank.
 
         Collective. Raises on all ranks what prevented rank 0 from creating the staging directory, and
@@ -205,7 +206,7 @@ class AsyncSaves:
             self._background.fail(as_failure(error, doing, where))
         return self._report_started(save)
 
-    def _propose_reuse(self, kept: _Kept, save: Save, state: Mapping[str, Any]) -> Proposal:
+    def _propose_reuse(self, kept: _Kept, save: Save, state: Values) -> Proposal:
         """Read the state of this rank, and compare it with the plan."""
         # Whatever fails here fails again, and is reported, when the save is planned anew.
         with contextlib.suppress(Exception):
@@ -409,7 +410,7 @@ class AsyncSaves:
 def create_async_saves(
     planner: Planner,
     group: ProcessGroup | None,
-    state: Mapping[str, Any],
+    state: Values,
     *,
     timeout_seconds: float,
 ) -> tuple[AsyncSaves | None, str]:
@@ -417,7 +418,7 @@ def create_async_saves(
 
     Returns None and the reason where a rank does not support them. Raises on all ranks what one of them raises.
     """
-    created: list[AsyncSaves] = []
+    created = []
 
     def create() -> str:
         """Return why this rank does not support asynchronous saves; empty where it does."""

@@ -83,7 +83,7 @@ class Background:
         """
         self._staged_bytes = max(layout.end for layout in layouts)
         self._memory.reserve(self._staged_bytes)
-        pairs: list[tuple[Tensor, Tensor]] = []
+        pairs = []
         for layout in layouts:
             pairs += self._memory.fill(layout)
         if self._stream is None:
@@ -231,7 +231,7 @@ class Background:
         seconds = f"{self.idle_seconds():.0f} s (distributed.timeout_minutes)"
         self._failure = kind(
             what,
-            where=str(self._task.where),
+            where=self._task.where,
             value=f"process {self.writer_pid}: none for {seconds}",
             hint="check for a disk that does not respond or a stopped process",
             restart="run the same command",

@@ -8,15 +8,15 @@ import socket
 import subprocess
 import sys
 from importlib import metadata
-from typing import Any
 
 from automodel_ckpt.base.version import __version__
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 
 _PACKAGES = ("torch", "transformers", "safetensors", "peft", "datasets", "numpy")
 
 
 @functools.cache
-def environment() -> dict[str, Any]:
+def environment() -> ValueDict:
     """Interpreter, library versions, host, and the git commit of the working directory (None outside a repository)."""
     return {
         "python": platform.python_version(),

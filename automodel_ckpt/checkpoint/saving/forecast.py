@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 from automodel_ckpt.checkpoint.state.module_tensors import module_state, stored_layout
@@ -24,21 +23,16 @@ from automodel_ckpt.checkpoint.state.storable import check_safe
 _MODULE_ENTRY, _OPTIMIZER_ENTRY = 380, 2000
 # The rest of the manifest, config.yaml, losses.json, consolidate.sh; and of each rank, what a header is padded to.
 _FIXED_BYTES, _PADDING_BYTES = 10_240, 2048
-# Extents of the parameter for a trial step. They differ, so that the extents of state that an optimizer has per row or
-# per column show which dimension they belong to.
-_TRIAL_EXTENTS = (2, 3, 5, 7, 11, 13, 17, 19)
+# The largest extent of the parameter for a trial step.
+_TRIAL_EXTENT = 2
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Expected bytes of one save, with its export where each save makes one, and the bytes that are free now.
-
-    *export_bytes* is the size of one export, 0 where nothing is exported.
-    """
+    """Expected bytes of one save, with its export where each save makes one, and the bytes that are free now."""
 
     nbytes: int
     free_bytes: int
-    export_bytes: int = 0
 
 
 def free_bytes(directory: Path) -> int:
@@ -101,43 +95,40 @@ def _optimizer_bytes(item: Item) -> int:
     return int(total * of_all / max(here, 1))
 
 
-def _state_entries(item: Item, group: dict[str, Any], parameter: torch.Tensor) -> Iterator[int]:
+def _state_entries(item: Item, group: ValueDict, parameter: torch.Tensor) -> Iterator[int]:
     """Yield the bytes of each state entry that is a tensor.
 
-    Raises :class:`RecipeError` for state that a checkpoint cannot store.
+    After a trial step, state for each row or column counts as state of the trial's few rows. Raises
+    :class:`RecipeError` for state that a checkpoint cannot store.
     """
     optimizer = _optimizer_of(item.value, group)
-    state = optimizer.state.get(parameter)
-    shape = list(parameter.shape)
+    state, owner = optimizer.state.get(parameter), parameter
     if not state and hasattr(optimizer, "state_like"):
         # If the state depends on the size of a parameter, the optimizer describes it, in tensors without values.
         state = optimizer.state_like(parameter)
     elif not state:
-        pairs = zip(parameter.shape, _TRIAL_EXTENTS, strict=False)
-        shape = [trial if extent > 1 else extent for extent, trial in pairs]
-        trial_parameter = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device="cpu"))
-        state = _state_after_a_step(optimizer, group, trial_parameter)
+        shape = [min(extent, _TRIAL_EXTENT) for extent in parameter.shape]
+        owner = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device="cpu"))
+        state = _state_after_a_step(optimizer, group, owner)
     check_flat(item.name, {"state": {"*": state}, "param_groups": ()})
-    real_extent = dict(zip(shape, parameter.shape, strict=False))
     for value in state.values():
         if isinstance(value, torch.Tensor):
-            numel = math.prod(real_extent.get(extent, extent) for extent in value.shape)
-            if value.dim() and value.numel() == math.prod(shape):
-                numel = parameter.numel()
+            is_full = value.dim() and value.numel() == owner.numel()
+            numel = parameter.numel() if is_full else value.numel()
             yield numel * value.element_size()
 
 
-def _optimizer_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+def _optimizer_of(optimizer: Optimizer, group: ValueDict) -> Optimizer:
     """The optimizer that updates *group*: one of those that *optimizer* combines, or *optimizer*."""
-    parts: list[Optimizer] = [*getattr(optimizer, "optimizers", ()), optimizer]
+    parts = [*getattr(optimizer, "optimizers", ()), optimizer]
     return next(
         (each for each in parts if any(mine is group for mine in each.param_groups)), optimizer
     )
 
 
 def _state_after_a_step(
-    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
-) -> dict[str, Any]:
+    optimizer: Optimizer, group: ValueDict, parameter: torch.Tensor
+) -> ValueDict:
     """The state of *parameter* after one step with the optimizer's class and the options of *group*."""
     # LR schedulers add keys to the groups (initial_lr) that the constructor rejects.
     options = {name: value for name, value in group.items() if name in optimizer.defaults}

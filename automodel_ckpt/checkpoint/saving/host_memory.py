@@ -231,7 +231,7 @@ def lay_out(jobs: Sequence[FileJob], after: int = 0) -> MemoryLayout:
     # By identity: a tensor with several positions in files has one Fetch.
     copied: dict[int, Span] = {}
     for job in jobs:
-        spans: list[Span] = []
+        spans = []
         next_offset = -1
         for chunk in job.chunks:
             span = copied.get(id(chunk.data)) if isinstance(chunk.data, Fetch) else None

@@ -31,6 +31,7 @@ from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.export.plan import BaseMaps
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, Values
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import TreeDescription
@@ -81,7 +82,7 @@ class Planner:
 
     # ---------------------------------------------------------------- what this rank has
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Values) -> None:
         """Raise :class:`RecipeError` for *state* that cannot be stored safely, :class:`SaveFailed` for its meshes."""
         save = Save(layout.CheckpointName(0, 0))
         self.read_state(save, state)
@@ -91,7 +92,7 @@ class Planner:
         for name, value in save.objects.items():
             check_safe(name, value)
 
-    def read_state(self, save: Save, state: Mapping[str, Any]) -> None:
+    def read_state(self, save: Save, state: Values) -> None:
         """Read the *state* of this rank into *save*. Raises :class:`RecipeError` for state that cannot be stored."""
         save.items = classify(state)
         # A save that could not use the plan of the previous one still refers to it.
@@ -170,7 +171,7 @@ class Planner:
 
         All modules have such files in layout hf, only adapters in layout adapter, none in layout shards.
         """
-        found: dict[str, BaseMaps] = {}
+        found = {}
         for name in save.plan.tied if self.settings.model_layout != "shards" else ():
             assets = self.settings.assets.get(name)
             # Without dtypes: a checkpoint stores each tensor in its own dtype, only an export casts.
@@ -189,15 +190,12 @@ class Planner:
             save_optimizer=settings.save_optimizer,
             side_bytes=side_bytes,
         )
-        export = 0
-        if settings.makes_export(last=True):
+        if settings.makes_export(last=False):
             modules = [item for item in items if item.name in settings.assets]
-            export = forecast_bytes(
+            expected += forecast_bytes(
                 modules, world_size=1, save_optimizer=False, side_bytes=side_bytes
             )
-        if settings.makes_export(last=False):
-            expected += export
-        return Forecast(expected, free_bytes(settings.run.path), export)
+        return Forecast(expected, free_bytes(settings.run.path))
 
     def check_fits(self, forecast: Forecast, items: Iterable[Item]) -> None:
         """Raise :class:`SaveFailed` where the disk has too little space for one checkpoint of *items*.
@@ -216,7 +214,7 @@ class Planner:
             needed, free = size_text(nbytes), size_text(forecast.free_bytes)
             raise SaveFailed(
                 "a checkpoint does not fit on the disk",
-                where=str(settings.run.path),
+                where=settings.run.path,
                 value=f"it needs about {needed}, {free} are free",
                 hint="free space (`ckpt prune` removes old checkpoints), set checkpoint.keep_last, "
                 "or another checkpoint.checkpoint_dir",
@@ -239,7 +237,7 @@ class Planner:
                     value=f"ranks 0 and {rank} differ",
                     hint="give every rank the same attributes; a rank may have no tensors in them",
                 )
-        shares: dict[str, list[Share]] = {}
+        shares = {}
         # Sorted: the order of the state may differ between ranks, the order of their exchanges may not.
         for name in sorted(save.plan.trees):
             summaries = [proposal.trees[name] for proposal in proposals]
@@ -260,7 +258,7 @@ class Planner:
         check_consistent(digests)
         save.previous = proposals[0].previous
         written = RankManifest(self.settings.ranks.rank)
-        jobs: list[FileJob] = []
+        jobs = []
         self._has_reusable_files = False
         for tree in save.plan.trees.values():
             tree.assign(shares[tree.name])
@@ -271,7 +269,7 @@ class Planner:
         dp_ranks = [proposal.dp_rank for proposal in proposals]
         return written, jobs, self.object_jobs(save, digests, dp_ranks)
 
-    def _untrained_in(self, tree: TreePlan) -> Mapping[str, str]:
+    def _untrained_in(self, tree: TreePlan) -> Texts:
         """{name: kind} of the tensors of an assigned tree that separate files store; the same on all ranks."""
         kinds = tree.kinds
         if not self.settings.shares_files or not kinds:
@@ -285,7 +283,7 @@ class Planner:
         return {name: kind for name, kind in kinds.items() if nbytes[kind] >= _MIN_SEPARATE_BYTES}
 
     def _tree_jobs(
-        self, tree: TreePlan, plan: SavePlan, of_rank0: Proposal, untrained: Mapping[str, str]
+        self, tree: TreePlan, plan: SavePlan, of_rank0: Proposal, untrained: Texts
     ) -> list[FileJob]:
         """Choose the format of a tree; return the jobs of this rank. *untrained* tensors get separate files."""
         name, rank = tree.name, self.settings.ranks.rank
@@ -307,7 +305,7 @@ class Planner:
         return list(torch_save.plan_jobs(tree, rank, plan.layouts[name]))
 
     def object_jobs(
-        self, save: Save, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]
+        self, save: Save, digests: Sequence[Texts], dp_ranks: Sequence[int]
     ) -> list[FileJob]:
         """The jobs of objects, which are planned anew at each save; also sets the records of *save*.
 
@@ -363,7 +361,7 @@ def _object_files(
     """The file that each writing rank writes of an object."""
     if scope == "replicated":
         return {0: layout.state_file(name)}
-    files: dict[int, str] = {}
+    files = {}
     first: dict[int, int] = {}
     for rank, dp_rank in enumerate(dp_ranks):
         # Ranks with the same part of the data have the same state: the first of them writes it.
@@ -375,19 +373,19 @@ def _object_files(
 # ---------------------------------------------------------------- what ranks exchange
 
 
-def digest_of_all(digests: Mapping[str, str]) -> str:
+def digest_of_all(digests: Texts) -> str:
     """Return one digest of the :func:`replicated_digests` of a tree."""
     return digest_of(repr(sorted(digests.items())).encode())
 
 
-def replicated_digests(plan: TreePlan, *, compares_buffers: bool) -> dict[str, str]:
+def replicated_digests(plan: TreePlan, *, compares_buffers: bool) -> TextDict:
     """Return the digests of what this rank has as a whole, and only one rank stores, by name.
 
     That is what is not a tensor, the options of parameter groups and, with *compares_buffers*, buffers. Parameters and
     their optimizer state are not compared: they are the same wherever a strategy does not shard them.
     """
     options = f"{plan.name}.param_groups."
-    found: dict[str, str] = {}
+    found = {}
     for name, value in plan.flat().items():
         is_tensor = isinstance(value, torch.Tensor)
         is_buffer = compares_buffers and plan.kinds.get(name) == layout.BUFFERS
@@ -419,8 +417,8 @@ class ReplicaWarnings:
     def compare(
         self,
         group: ProcessGroup | None,
-        mine: Mapping[str, Mapping[str, str]],
-        digests: Sequence[Mapping[str, str]],
+        mine: Mapping[str, Texts],
+        digests: Sequence[Texts],
     ) -> None:
         """Compare the values of all ranks. Collective.
 
@@ -453,7 +451,7 @@ class ReplicaWarnings:
                 log.warning("%s: %d more values differ", tree, len(new) - _MAX_NAMED)
 
 
-def _differing(digests: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+def _differing(digests: Sequence[Texts]) -> dict[str, list[int]]:
     """Return, for each name with several digests, the first rank that has it, then the ranks with another digest."""
     ranks: dict[str, list[int]] = {}
     for rank, of_rank in enumerate(digests):
@@ -476,7 +474,7 @@ def shares_of_all(
     ranks_of: dict[str, list[int]] = {}
     for number, summary in enumerate(summaries):
         ranks_of.setdefault(summary.digest, []).append(number)
-    shares: list[Share] = []
+    shares = []
     for ranks in ranks_of.values():
         description = mine
         if len(ranks_of) > 1:

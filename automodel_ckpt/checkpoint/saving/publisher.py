@@ -19,6 +19,7 @@ from automodel_ckpt.checkpoint.export.script import consolidate_script, no_need_
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.direct import METER
+from automodel_ckpt.checkpoint.files.type_aliases import Files
 from automodel_ckpt.checkpoint.formats import torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.hf import FileLayout
@@ -77,7 +78,7 @@ class Publisher:
         *merged* returns a tree of the checkpoint, by its name, with the slices of all ranks; it is called only where
         the metadata is new.
         """
-        written: dict[str, FileRecord] = {}
+        written = {}
         metadata = save.plan.metadata
         for name, tree in save.plan.trees.items():
             if save.plan.formats[name] != torch_save.NAME:
@@ -91,7 +92,7 @@ class Publisher:
     def partial_manifest(self, save: Save) -> Manifest:
         """The manifest without what the ranks wrote: no files, and of each tree the tensors without records."""
         settings, plan = self._settings, save.plan
-        trees: dict[str, Tree] = {}
+        trees = {}
         for name, planned in plan.layouts.items():
             tied = plan.tied.get(name, {})
             trees[name] = Tree(plan.formats[name], planned.tensors, {}, tied, planned.copies)
@@ -168,8 +169,11 @@ class Publisher:
         try:
             save.on_saved(report)
         except Exception as error:
-            doing = f"reporting {save.name} (the checkpoint itself is safe)"
-            raise as_failure(error, doing, self._settings.run.path) from error
+            raise as_failure(
+                error,
+                f"reporting {save.name} (the checkpoint itself is safe)",
+                self._settings.run.path,
+            ) from error
 
     def report(self, save: Save) -> SaveReport:
         """The report of a completed save on any rank, without its bytes and removed checkpoints."""
@@ -214,9 +218,7 @@ def _write_finished(
     _write(staging, written, directory, files)
 
 
-def _write(
-    staging: Path, written: RankManifest, directory: str, files: Mapping[str, bytes]
-) -> None:
+def _write(staging: Path, written: RankManifest, directory: str, files: Files) -> None:
     """Write *files* (content by name) in *directory* of the checkpoint, and add them to *written*."""
     for name, data in files.items():
         file = f"{directory}/{name}"

@@ -8,10 +8,12 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
+from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.export.plan import BaseMaps
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, TextDict, ValueDict, Values
 from automodel_ckpt.checkpoint.formats import hf
 from automodel_ckpt.checkpoint.formats.description import Mesh, TreeDescription
 from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan
@@ -21,23 +23,15 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import StateRecord
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.errors import AutomodelError
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.memory.nodes import Nodes
 
 
-class Assets(Protocol):
-    """What an export needs beside the weights (:class:`~automodel_ckpt.checkpoint.export.hf_assets.HFAssets`)."""
-
-    @property
-    def file_index_mapping(self) -> Mapping[str, int]: ...
-    @property
-    def maps(self) -> BaseMaps: ...
-    @property
-    def files(self) -> Mapping[str, bytes]: ...
-    @property
-    def nbytes(self) -> int: ...
+Assets = HFAssets | AdapterAssets
+"""What an export needs beside the weights."""
 
 
 class SaveSettings:
@@ -56,7 +50,7 @@ class SaveSettings:
     ) -> None:
         self.run, self.ranks, self.assets = run, ranks, assets
         self.save_optimizer = options.save_optimizer
-        self.notes: dict[str, str] = {}
+        self.notes: TextDict = {}
         """What manifests contain in ``environment`` beside packages and hardware, by name."""
         self.resumed_from: str | None = None
         """The name of the checkpoint that was loaded last; None in a new run."""
@@ -215,9 +209,9 @@ class TreeSummary:
 class Proposal:
     """What a rank sends to the others before a save. Only rank 0 sets the fields from *staging* on."""
 
-    digests: dict[str, str] | None = None
+    digests: TextDict | None = None
     """The digests of small state, by name. None where this rank cannot use the plan of the previous save."""
-    replicated: dict[str, str] = field(default_factory=dict)
+    replicated: TextDict = field(default_factory=dict)
     """A digest by tree of what only one rank stores."""
     dp_rank: int = 0
     trees: dict[str, TreeSummary] = field(default_factory=dict)
@@ -226,7 +220,7 @@ class Proposal:
     """The path of the staging directory that rank 0 created; empty if it could not."""
     maps: dict[str, BaseMaps] = field(default_factory=dict)
     """How the files that all ranks write together are named and split, by tree."""
-    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    tied: dict[str, TextDict] = field(default_factory=dict)
     """Tied names of the tensors in these files, by tree."""
     previous: Previous | None = None
     """The save shares unchanged files with this earlier checkpoint."""
@@ -239,15 +233,15 @@ class SavePlan:
 
     trees: dict[str, TreePlan] = field(default_factory=dict)
     """What this rank writes of each tree."""
-    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    tied: dict[str, TextDict] = field(default_factory=dict)
     """For each module, each name of a tensor that is stored under another name, to that name. Empty if none is."""
-    formats: dict[str, str] = field(default_factory=dict)
+    formats: TextDict = field(default_factory=dict)
     """The format of each tree, by the name that the manifest gives it."""
     layouts: dict[str, TreeLayout] = field(default_factory=dict)
     """The order of each tree's tensors in the files."""
     file_layouts: dict[str, hf.FileLayout] = field(default_factory=dict)
     """The files of the modules that all ranks write together (``checkpoint.model_layout: hf``, and adapters)."""
-    metadata: dict[str, bytes] = field(default_factory=dict)
+    metadata: FileDict = field(default_factory=dict)
     """The bytes of DCP's ``.metadata`` by tree, which depend on the plan only. Rank 0 adds them when it publishes."""
 
 
@@ -261,8 +255,8 @@ class Save:
 
     name: layout.CheckpointName
     config_yaml: str = ""
-    losses: dict[str, Any] = field(default_factory=dict)
-    progress: dict[str, Any] = field(default_factory=dict)
+    losses: ValueDict = field(default_factory=dict)
+    progress: ValueDict = field(default_factory=dict)
     validated: bool = False
     last: bool = False
     before_publishing: Callable[[], None] | None = None
@@ -276,11 +270,11 @@ class Save:
     # The state of this rank.
     items: list[Item] = field(default_factory=list)
     """The objects with state, each once."""
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: ValueDict = field(default_factory=dict)
     """The state of each object that is no module, optimizer or learning-rate schedule, by name."""
     descriptions: dict[str, TreeDescription] = field(default_factory=dict)
     """What this rank has of each tree. Used until the plan is made."""
-    replicated: dict[str, dict[str, str]] = field(default_factory=dict)
+    replicated: dict[str, TextDict] = field(default_factory=dict)
     """For each tree, the digests of what only one rank stores, by name."""
 
     # What is written.
@@ -298,7 +292,7 @@ class Save:
     is_published: bool = False
 
 
-def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def json_values(values: Values) -> ValueDict:
     """*values* with NaN and infinities as text, which JSON cannot express as numbers."""
     converted = dict(values)
     for name, value in values.items():

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.export.plan import BaseMaps as BaseMaps
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json, sizes_of, text
 from automodel_ckpt.checkpoint.files.dtypes import dtype_code
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.slices import counts
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.files.type_aliases import Texts, ValueDict
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.errors import unusable
 
 FILE_INDEX_MAP = "fqn_to_file_index_mapping.json"
 DTYPE_MAP = "fqn_to_dtype_mapping.json"
@@ -58,18 +57,19 @@ def read_maps(directory: Path | None) -> BaseMaps:
     dtypes = None
     if dtype_names is not None:
         dtypes = {fqn: dtype_code(str(name)) for fqn, name in dtype_names.items()}
-    shapes: dict[str, tuple[int, ...]] = {}
-    float32_in: dict[str, frozenset[str]] = {}
+    shapes = {}
+    float32_in = {}
     for fqn, entry in (expected or {}).items():
-        fields = entry if isinstance(entry, dict) else {}
-        shape, codes = counts(fields.get("shape")), fields.get("float32_in", [])
-        is_list = isinstance(codes, list) and all(isinstance(code, str) for code in codes)
-        if shape is None or not is_list:
+        try:
+            shapes[fqn] = sizes_of(entry["shape"])
+            codes = frozenset(map(text, entry.get("float32_in", [])))
+            if not isinstance(entry.get("float32_in", []), list):
+                raise TypeError("float32_in")
+        except (KeyError, TypeError, ValueError, AttributeError):
             where = directory / EXPECTED_TENSORS
-            raise unusable(f"this map is damaged for {fqn!r}", where, repr(entry)[:200])
-        shapes[fqn] = shape
+            raise unusable(f"this map is damaged for {fqn!r}", where, repr(entry)[:200]) from None
         if codes:
-            float32_in[fqn] = frozenset(codes)
+            float32_in[fqn] = codes
     return BaseMaps(
         index,
         dtypes,
@@ -80,7 +80,7 @@ def read_maps(directory: Path | None) -> BaseMaps:
     )
 
 
-def _read_map(directory: Path, name: str) -> dict[str, Any] | None:
+def _read_map(directory: Path, name: str) -> ValueDict | None:
     path = directory / name
     try:
         # From the parent: the directory itself must not be a link either.
@@ -95,7 +95,7 @@ def _read_map(directory: Path, name: str) -> dict[str, Any] | None:
     return value
 
 
-def _numbered(files: Mapping[str, str]) -> dict[str, int]:
+def _numbered(files: Texts) -> dict[str, int]:
     """Return {tensor name: file number}. Files are numbered in the order of their names."""
     numbers = {name: number for number, name in enumerate(sorted(set(files.values())), start=1)}
     return {fqn: numbers[name] for fqn, name in files.items()}

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import OUTSIDE, model_file, read_model_file
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict
 from automodel_ckpt.errors import (
     NOT_ALLOWED,
     PERMISSIONS_HINT,
+    TAKE_ANOTHER,
     CheckpointUnusable,
     Problem,
     RecipeError,
@@ -76,7 +78,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 _FOLDERS = ("additional_chat_templates/*", "[0-9]_*/config.json")
 
 
-def base_files(directory: Path) -> dict[str, bytes]:
+def base_files(directory: Path) -> FileDict:
     """The files of a pretrained model that belong beside its weights: config, tokenizer or processor, code, license."""
     return read_files(directory, _SIDE_FILES)
 
@@ -122,13 +124,13 @@ def save_preprocessor(preprocessor: Any, directory: Path) -> None:
     path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
-def read_files(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
+def read_files(directory: Path, patterns: Iterable[str]) -> FileDict:
     """The files at the top of *directory*, or in a folder that a pattern names, if their relative name fits a pattern.
 
     Raises :class:`CheckpointUnusable` for a file that cannot be read, and for a link that
     :func:`~automodel_ckpt.checkpoint.files.safe_open.model_file` does not follow.
     """
-    files: dict[str, bytes] = {}
+    files = {}
     for name in _matching(directory, patterns):
         try:
             files[name] = read_model_file(directory, name, limit=MAX_SIDE_BYTES)
@@ -161,9 +163,7 @@ def unreadable(error: OSError) -> Problem:
             "replace the link by a copy of its target, if that belongs to the model; else remove it"
         )
         return Problem(OUTSIDE, path, os.readlink(path), hint)
-    hint = "restore it from another copy"
-    if error.errno in NOT_ALLOWED:
-        hint = PERMISSIONS_HINT
+    hint = PERMISSIONS_HINT if error.errno in NOT_ALLOWED else TAKE_ANOTHER
     return os_problem(error, "a file of the model cannot be read", hint=hint)
 
 

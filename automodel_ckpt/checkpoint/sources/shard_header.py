@@ -45,7 +45,7 @@ def files_covered_by_slices(root: Path, manifest: Manifest) -> set[str]:
             for stored in tensor.slices:
                 entry = (stored.fqn, stored.dtype, stored.offsets, stored.sizes, tensor.shape)
                 slices_by_file.setdefault(stored.file, []).append((stored, entry))
-    covered: set[str] = set()
+    covered = set()
     for path, slices in slices_by_file.items():
         record = manifest.files[path]
         if has_merkle_digest(record):

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.base.units import left_out, values_text
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header_safely
+from automodel_ckpt.checkpoint.files.type_aliases import Texts, Values
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
-from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.parts.slices import TensorMap, whole_tensor
 from automodel_ckpt.checkpoint.parts.tree import files_of
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import unusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Tensors:
     """The stored tensors of one module: slices in files relative to *root*, and {tied name: stored name}."""
 
     root: Path
-    tensors: Mapping[str, Tensor]
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tensors: TensorMap
+    tied: Texts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Source:
 
     root: Path
     model_directory: Path
-    tensors: Mapping[str, Tensor]
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tensors: TensorMap
+    tied: Texts = field(default_factory=dict)
     manifest: Manifest | None = None
     notes: tuple[str, ...] = ()
     finished: bool = False
@@ -60,7 +60,7 @@ class Source:
     side_files: Path | None = None
     omitted: tuple[str, ...] = ()
     averaged: Source | None = None
-    stated_config: Mapping[str, Any] = field(default_factory=dict)
+    stated_config: Values = field(default_factory=dict)
     misplaced: tuple[str, ...] = ()
 
     @property
@@ -96,16 +96,6 @@ def check_no_links(root: Path, paths: Iterable[str]) -> None:
         if (root / path).is_symlink():
             target = os.readlink(root / path)
             raise unusable("a checkpoint contains a symbolic link", root / path, target)
-
-
-def unusable(
-    what: str,
-    where: Path | str,
-    value: object,
-    hint: str = "take the files from another copy, or use another checkpoint",
-) -> CheckpointUnusable:
-    """Return an error for a damaged file or directory *where*, with the *value* that shows the damage."""
-    return CheckpointUnusable(what, where=str(where), value=value, hint=hint)
 
 
 MODEL = "model"
@@ -201,11 +191,11 @@ def _module_of(
     prefix = f"{directory.name}/"
     if f"{prefix}{layout.ADAPTER_CONFIG}" in manifest.files:
         ema = " --ema" if name == layout.AVERAGE else ""
-        raise CheckpointUnusable(
+        raise unusable(
             "the checkpoint has adapters, which are not a complete model",
-            where=str(directory),
-            value=layout.ADAPTER_MODEL,
-            hint="peft loads this directory as it is; `ckpt export --merge"
+            directory,
+            layout.ADAPTER_MODEL,
+            "peft loads this directory as it is; `ckpt export --merge"
             f"{ema}` combines them with their base, and the result can be exported to other formats",
         )
     check_no_links(checkpoint, (directory.name, f"{prefix}{layout.HF_METADATA}"))
@@ -238,8 +228,9 @@ def _module_in(manifest: Manifest, directory: Path) -> tuple[str, Tree]:
     }
     name = modules.get(directory.name, "")
     if name not in manifest.trees:
-        value = f"its modules: {sorted(modules)}"
-        raise unusable("this checkpoint has no such model", directory, value)
+        raise unusable(
+            "this checkpoint has no such model", directory, f"its modules: {sorted(modules)}"
+        )
     return name, manifest.trees[name]
 
 
@@ -250,7 +241,7 @@ def _finished(checkpoint: Path, directory: Path, manifest: Manifest, tree: Tree)
         for path, record in manifest.files.items()
         if path.startswith(f"{directory.name}/")
     }
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for path in sorted(files_of(tree)):
         try:
             header = read_header_safely(checkpoint, path)
@@ -275,8 +266,9 @@ def _check_no_unlisted_files(directory: Path, listed: set[str]) -> None:
             for parent, _, found in walk(directory / side_files):
                 names += [os.path.relpath(os.path.join(parent, name), directory) for name in found]
     except OSError as error:
-        what = "a directory of the model cannot be read"
-        raise unusable(what, Path(error.filename), error.strerror) from error
+        raise unusable(
+            "a directory of the model cannot be read", Path(error.filename), error.strerror
+        ) from error
     for name in sorted(names):
         if name not in listed:
             raise unusable("a file that the manifest does not know", directory / name, name)

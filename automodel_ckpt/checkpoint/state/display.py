@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
 from automodel_ckpt.checkpoint.pickles.restricted_unpickler import RestrictedUnpickler
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_records
@@ -20,7 +21,7 @@ _MAX_GROUPS = 100
 _OPTION = re.compile(r".*\.param_groups\.([0-9]{1,3})\.(\w+)", re.ASCII)
 
 
-def plain_state(checkpoint: Path, manifest: Manifest, attribute: str) -> dict[str, Any]:
+def plain_state(checkpoint: Path, manifest: Manifest, attribute: str) -> ValueDict:
     """The mapping of text to values in the state of an object, of one rank; empty where it has none or cannot be
     read."""
     record = manifest.state.get(attribute)
@@ -36,9 +37,9 @@ def plain_state(checkpoint: Path, manifest: Manifest, attribute: str) -> dict[st
     return {key: value for key, value in state.items() if isinstance(key, str)}
 
 
-def optimizer_groups(checkpoint: Path, tree: Tree) -> list[dict[str, Any]]:
+def optimizer_groups(checkpoint: Path, tree: Tree) -> list[ValueDict]:
     """The options of each parameter group, with ``params`` as the number of parameters; empty where unreadable."""
-    groups: dict[int, dict[str, Any]] = {}
+    groups: dict[int, ValueDict] = {}
     for fqn, blob in tree.objects.items():
         match = _OPTION.fullmatch(fqn)
         if match is None or int(match[1]) >= _MAX_GROUPS or blob.nbytes > _MAX_VALUE_BYTES:

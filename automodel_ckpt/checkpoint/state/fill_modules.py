@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict, Texts, Values
 from automodel_ckpt.checkpoint.formats.description import DTYPES, local_box, local_tensor
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
@@ -52,7 +53,7 @@ class Filling:
     quantized: QuantizedTensor | None = None
 
 
-def module_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+def module_shapes(module: nn.Module) -> tuple[dict[str, Shape], TextDict]:
     """(global shapes of the stored tensors of *module* on all ranks by FQN, {tied name: stored name})."""
     state, tied = complete_state(module)
     tensors = {fqn: value for fqn, value in state.items() if isinstance(value, torch.Tensor)}
@@ -79,8 +80,8 @@ def fill_module(
     sources = {id(filling.source): filling.source for filling in fillings.values()}
     for source in sources.values():
         # All tensors of one source are read together, so that each of its files is opened once.
-        unresized: dict[str, Tensor] = {}
-        targets: dict[str, Any] = {}
+        unresized = {}
+        targets = {}
         for fqn, filling in fillings.items():
             if filling.source is not source or fqn not in state:
                 continue
@@ -97,9 +98,9 @@ def fill_module(
     set_module_state(module, state, tied, strict=True, layout=layout)
 
 
-def _check_types(state: Mapping[str, Any], fillings: Mapping[str, Filling]) -> None:
+def _check_types(state: Values, fillings: Mapping[str, Filling]) -> None:
     """Raise :class:`CheckpointUnusable` for integers and other quantized values that would become weights unscaled."""
-    faults: list[str] = []
+    faults = []
     path = Path()
     for fqn, filling in fillings.items():
         if filling.quantized is not None or fqn not in state:
@@ -185,8 +186,8 @@ def _blocks(
 
 def set_module_state(
     module: nn.Module,
-    state: Mapping[str, Any],
-    tied: Mapping[str, str],
+    state: Values,
+    tied: Texts,
     *,
     strict: bool,
     layout: StoredLayout | None = None,

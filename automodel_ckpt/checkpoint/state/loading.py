@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 from automodel_ckpt.base.units import counted, counted_are
 from automodel_ckpt.base.user_code import location_in_user_code
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict, Values
 from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
 from automodel_ckpt.checkpoint.formats.reading import (
-    ByteRanges,
     cast_names,
     differences,
     read_tree,
@@ -37,6 +36,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
 )
 from automodel_ckpt.checkpoint.state.optimizer_loading import OptimizerLoader
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree
+from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.errors import AutomodelError
 
 log = logging.getLogger("automodel_ckpt")
@@ -54,15 +54,15 @@ class Loader:
         manifest: Manifest,
         ranks: layout.RankLayout,
         allow_missing: frozenset[str],
-        remote: ByteRanges | None = None,
+        remote: VerifiedRanges | None = None,
     ) -> None:
         """With *remote*, tensors and values of trees are read from there, and other files from *path*."""
         self._path, self._manifest, self._remote = path, manifest, remote
         self._ranks, self._allow_missing = ranks, allow_missing
-        self._absent: dict[str, str] = {}
+        self._absent: TextDict = {}
         self.started_anew: frozenset[str] = frozenset()
         """The optimizers, and their LR schedulers, that :meth:`load` left without the saved state."""
-        self._module_states: dict[str, tuple[dict[str, Any], dict[str, str]]] = {}
+        self._module_states: dict[str, tuple[ValueDict, TextDict]] = {}
         """The :func:`module_state` of each module: its tensors themselves, collected once."""
 
     def load(self, items: list[Item]) -> None:
@@ -80,7 +80,7 @@ class Loader:
         )
         # LR schedulers are stored and loaded with their optimizer.
         matched = [item for item in items if item.name in records and item.kind != "lr_scheduler"]
-        trees: dict[str, Tree] = {}
+        trees = {}
         for item in matched:
             saved_name, _ = records[item.name]
             if item.kind != "object":
@@ -91,7 +91,7 @@ class Loader:
                 # overwritten.
                 self._check_module(item, trees[item.name])
         # Before modules are read: an optimizer's state is created by a step of it, which may change weights.
-        created: dict[str, dict[str, Any]] = {
+        created = {
             item.name: optimizer_tree(item, items, owners, create=True)
             for item in matched
             if item.kind == "optimizer"
@@ -164,7 +164,7 @@ class Loader:
                 tensors[alias] = tensors[stored].renamed(alias)
         return tree if tensors.keys() == tree.tensors.keys() else replace(tree, tensors=tensors)
 
-    def _complete_state(self, item: Item) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    def _complete_state(self, item: Item) -> tuple[Values, Texts]:
         return complete_state(item.value, self._module_states[item.name])
 
     def _match(self, items: list[Item]) -> dict[str, tuple[str, StateRecord]]:
@@ -189,19 +189,19 @@ class Loader:
 
     def _matched(self, items: list[Item]) -> tuple[dict[str, tuple[str, StateRecord]], list[str]]:
         """({attribute: (saved name, record)}, a line for each difference)."""
-        saved: dict[str, StateRecord] = {}
-        by_name: dict[str, tuple[str, StateRecord]] = {}
+        saved = {}
+        by_name = {}
         for name, record in self._manifest.state.items():
             if record.scope == NOT_SAVED:
                 continue
             saved[name] = record
             for each_name in (name, *record.aliases):
                 by_name[each_name] = (name, record)
-        matched: dict[str, tuple[str, StateRecord]] = {}
-        lines: list[str] = []
+        matched = {}
+        lines = []
         modules = {item.name: item.value for item in items if item.kind == "module"}
         self._module_states = {name: module_state(module) for name, module in modules.items()}
-        taken: set[str] = set()
+        taken = set()
         for item in items:
             names = [name for name in (item.name, *item.aliases) if name in by_name]
             if not names:
@@ -227,7 +227,7 @@ class Loader:
     def _load_object(self, item: Item, record: StateRecord) -> None:
         file = self._file_of(record)
         state = None if file is None else read_value(self._path, file)
-        fits: Callable[[Any], bool] = getattr(item.value, "fits", lambda state: True)
+        fits = getattr(item.value, "fits", lambda state: True)
         if file is None or not fits(state):
             if item.name not in self._allow_missing:
                 self._recompute(item)
@@ -254,7 +254,7 @@ class Loader:
 
         Raises :class:`CheckpointUnusable` for an object without the method ``derive``.
         """
-        derive: Callable[[int], object] | None = getattr(item.value, "derive", None)
+        derive = getattr(item.value, "derive", None)
         if derive is None:
             raise unusable(
                 self._path,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Values
 from automodel_ckpt.checkpoint.formats.reading import differences
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest
@@ -28,14 +28,14 @@ def first_lines(lines: list[str]) -> str:
 
 def unusable(path: Path, what: str, lines: list[str], hint: str) -> CheckpointUnusable:
     """The error of a checkpoint in *path* that differs from the run: *lines* has one line for each difference."""
-    return CheckpointUnusable(what, where=str(path), value=first_lines(lines), hint=hint)
+    return CheckpointUnusable(what, where=path, value=first_lines(lines), hint=hint)
 
 
 def check_differences(
     path: Path,
     item: Item,
     tree: Tree,
-    state: Mapping[str, Any],
+    state: Values,
     further: Iterable[str] = (),
     cast: Collection[str] = (),
 ) -> None:
@@ -64,15 +64,16 @@ def check_differences(
             f"start a new run from its weights: --init_from.path {path} and another checkpoint.checkpoint_dir "
             "(checkpoint.on_incompatible sibling creates one)"
         )
-    what = f"the checkpoint's {item.name!r} does not match this run"
-    raise unusable(path, what, lines, "; or ".join(hints))
+    raise unusable(
+        path, f"the checkpoint's {item.name!r} does not match this run", lines, "; or ".join(hints)
+    )
 
 
 def _by_entry(name: str, lines: Iterable[str]) -> list[str]:
     """Combine lines about the same entry of several parameters or groups of the optimizer *name* into one each."""
     entry = re.compile(rf"(. {re.escape(name)}\.(?:state|param_groups)\.).+\.(\w+: .*)")
     counts: Counter[str] = Counter()
-    first: dict[str, str] = {}
+    first: TextDict = {}
     for line in lines:
         match = entry.fullmatch(line)
         combined = line if match is None else f"{match[1]}*.{match[2]}"
@@ -92,7 +93,7 @@ def weights_only(checkpoint: Path, missing: Iterable[str]) -> CheckpointUnusable
     names = ", ".join(missing)
     return CheckpointUnusable(
         "this checkpoint has weights only: there is no training to resume",
-        where=str(checkpoint),
+        where=checkpoint,
         value=f"not saved: {names}",
         hint=f"start a new run from them: --init_from.path {checkpoint} and another checkpoint.checkpoint_dir; to "
         f"continue in this directory without that state: --checkpoint.allow_missing_state '[{names}]'",
@@ -115,7 +116,7 @@ def other_kind_of_run(checkpoint: Path, *, has_adapters: bool) -> CheckpointUnus
         resume = "with the peft section of its config.yaml"
     return CheckpointUnusable(
         "the checkpoints in this directory belong to another kind of run",
-        where=str(checkpoint),
+        where=checkpoint,
         value=value,
         hint="start this run in another checkpoint.checkpoint_dir (checkpoint.on_incompatible sibling creates one); "
         f"to begin with the weights of the checkpoint, {use}; or resume its run {resume}",

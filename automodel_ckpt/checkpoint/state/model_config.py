@@ -17,7 +17,8 @@ from automodel_ckpt.checkpoint.export.older_config import without_older_keys
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.files.type_aliases import Files, ValueDict, Values
+from automodel_ckpt.errors import unusable
 
 CONFIG = "config.json"
 _MAX_BYTES = 16 << 20
@@ -80,31 +81,30 @@ class ConfigChanges:
     training: tuple[str, ...] = ()
 
 
-def saved_config(checkpoint: Path, directory: str) -> dict[str, Any] | None:
+def saved_config(checkpoint: Path, directory: str) -> ValueDict | None:
     """The config.json of the module in *directory* of *checkpoint*; None where it has none.
 
     Raises :class:`CheckpointUnusable` for a file that is no JSON object.
     """
     for name in (f"{directory}/{layout.HF_METADATA}/{CONFIG}", f"{directory}/{CONFIG}"):
         try:
-            config: dict[str, Any] = parse_json(read_safely(checkpoint, name, limit=_MAX_BYTES))
+            config = parse_json(read_safely(checkpoint, name, limit=_MAX_BYTES))
             if not isinstance(config, dict):
                 raise ValueError("not a mapping")
             return config
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            raise CheckpointUnusable(
+            raise unusable(
                 "the model's config in the checkpoint cannot be read",
-                where=str(checkpoint / name),
-                value=str(error)[:_SHOWN_LETTERS],
-                hint="resume from another checkpoint (checkpoint.restore_from)",
+                checkpoint / name,
+                str(error)[:_SHOWN_LETTERS],
             ) from error
     return None
 
 
 def config_changes(
-    saved: Mapping[str, Any], here: Mapping[str, Any], *, there: str = "in the checkpoint"
+    saved: Values, here: Values, *, there: str = "in the checkpoint"
 ) -> ConfigChanges:
     """Compare two model configs, as config.json has them. *there* says where the *saved* one is.
 
@@ -116,8 +116,8 @@ def config_changes(
     keys = before.keys() & now.keys()
     if saved.get("transformers_version") == here.get("transformers_version"):
         keys = before.keys() | now.keys()
-    function: list[str] = []
-    training: list[str] = []
+    function = []
+    training = []
     for key in sorted(keys):
         is_equal = key in before and key in now and before[key] == now[key]
         if is_equal or _is_cosmetic(key):
@@ -130,7 +130,7 @@ def config_changes(
     return ConfigChanges(tuple(function), tuple(training))
 
 
-def model_changes(checkpoint: Path, configs: Mapping[str, bytes]) -> ConfigChanges:
+def model_changes(checkpoint: Path, configs: Files) -> ConfigChanges:
     """Compare the config.json (its content) of each module, by attribute name, with the one saved in *checkpoint*.
 
     A module that was saved without a config is not compared. Raises :class:`CheckpointUnusable` for a damaged file.
@@ -149,18 +149,16 @@ def model_changes(checkpoint: Path, configs: Mapping[str, bytes]) -> ConfigChang
 def require_same_function(checkpoint: Path, changes: ConfigChanges) -> None:
     """Raise :class:`CheckpointUnusable` where the weights in *checkpoint* would compute a different function."""
     if changes.function:
-        raise CheckpointUnusable(
+        raise unusable(
             "the model differs from the one that was saved: the weights fit, but compute a different function",
-            where=str(checkpoint),
-            value="\n    " + "\n    ".join(changes.function[:_MOST_LINES]),
-            hint="restore the saved values (see the checkpoint's config.yaml), or accept "
+            checkpoint,
+            "\n    " + "\n    ".join(changes.function[:_MOST_LINES]),
+            "restore the saved values (see the checkpoint's config.yaml), or accept "
             "the change with --checkpoint.allow_changed_model true",
         )
 
 
-def _leaves(
-    config: Mapping[str, Any], prefix: str = "", depth: int = 0
-) -> Iterator[tuple[str, Any]]:
+def _leaves(config: Values, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of each value that is not a mapping; a list is one value."""
     for name, value in config.items():
         # The file is not trusted: beyond the limit a mapping is compared as one value.
@@ -175,7 +173,7 @@ def _is_cosmetic(key: str) -> bool:
     return name in _COSMETIC or name.startswith("_")
 
 
-def _is_of_training(key: str, now: Mapping[str, Any]) -> bool:
+def _is_of_training(key: str, now: Values) -> bool:
     name = key.rpartition(".")[2]
     if name == "max_position_embeddings":
         # Some kinds of rope scale with it. Learned position embeddings then have another shape, which loading detects.
@@ -184,5 +182,5 @@ def _is_of_training(key: str, now: Mapping[str, Any]) -> bool:
     return name in _OF_TRAINING or any(part in name for part in _OF_TRAINING_PARTS)
 
 
-def _text(values: Mapping[str, Any], key: str) -> str:
+def _text(values: Values, key: str) -> str:
     return json.dumps(values[key])[:_SHOWN_LETTERS] if key in values else "not set"

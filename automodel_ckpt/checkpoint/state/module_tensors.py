@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.checkpoint.files.layout import BUFFERS, FROZEN
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict, Values
 from automodel_ckpt.checkpoint.formats.description import local_box, local_tensor
 from automodel_ckpt.errors import RecipeError
 
@@ -41,7 +42,7 @@ class CompleteTensors:
     """
 
     tensors: Mapping[str, Tensor]
-    tied: Mapping[str, str]
+    tied: Texts
     frozen: frozenset[str] = frozenset()
 
 
@@ -49,11 +50,11 @@ class CompleteTensors:
 class StoredLayout:
     """How files store a module's tensors, where that differs from memory."""
 
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Texts = field(default_factory=dict)
     """{FQN: name in files}; tensors that are not here are stored under their FQN."""
     rows: Mapping[str, Mapping[str, RowPart]] = field(default_factory=dict)
     """{FQN: {name in files: part}} of tensors that files store row by row (experts)."""
-    copies: Mapping[str, str] = field(default_factory=dict)
+    copies: Texts = field(default_factory=dict)
     """{name in files: stored name} of tensors that files have a second time: tied names, which no load fills."""
     complete: CompleteTensors | None = None
     """The tensors of all ranks. It is None when each rank has (a shard of) every tensor."""
@@ -85,7 +86,7 @@ def has_plain_names(module: nn.Module) -> bool:
     return True
 
 
-def model_state_dict(module: nn.Module, *, detached: bool = True) -> dict[str, Any]:
+def model_state_dict(module: nn.Module, *, detached: bool = True) -> ValueDict:
     """The state of a module by FQN, as PyTorch's ``get_model_state_dict`` returns it.
 
     Without *detached*, parameters may be in it themselves: nothing may write into them.
@@ -109,8 +110,7 @@ def set_stored_layout(module: nn.Module, layout: StoredLayout) -> None:
 
 def stored_layout(module: nn.Module) -> StoredLayout:
     """How files store the tensors of *module*; as in memory unless :func:`set_stored_layout` recorded otherwise."""
-    layout: StoredLayout = getattr(unwrap(module), "_stored_layout", _UNCHANGED)
-    return layout
+    return getattr(unwrap(module), "_stored_layout", _UNCHANGED)
 
 
 def record_complete_tensors(module: nn.Module) -> None:
@@ -125,7 +125,7 @@ def record_complete_tensors(module: nn.Module) -> None:
 
 def module_state(
     module: nn.Module, layout: StoredLayout | None = None, *, detached: bool = True
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[ValueDict, TextDict]:
     """A module's persistent state by stored name, each memory once: (state dict of the live tensors, {tied name that is
     left out: stored name}).
 
@@ -140,7 +140,7 @@ def module_state(
     return stored_values(state, kept, layout), tied
 
 
-def untrained_names(module: nn.Module) -> dict[str, str]:
+def untrained_names(module: nn.Module) -> TextDict:
     """{stored name: kind} of the tensors of *module* that do not train.
 
     The kind is ``layout.FROZEN`` for parameters without a gradient, which do not change, and ``layout.BUFFERS`` for
@@ -152,7 +152,7 @@ def untrained_names(module: nn.Module) -> dict[str, str]:
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             kinds[name] = FROZEN
-    names: dict[str, str] = {}
+    names = {}
     for fqn, kind in kinds.items():
         for name in (layout.name_of(fqn), *layout.rows.get(fqn, ())):
             names[name] = kind
@@ -172,8 +172,8 @@ def without_memory(tensor: Tensor) -> Tensor:
 
 
 def complete_state(
-    module: nn.Module, here: tuple[Mapping[str, Any], Mapping[str, str]] | None = None
-) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    module: nn.Module, here: tuple[Values, Texts] | None = None
+) -> tuple[Values, Texts]:
     """(state, tied names) of a module on all ranks, as in :func:`module_state`; other ranks' tensors have no memory.
 
     *here* is the result of :func:`module_state`, if the caller has it.
@@ -186,15 +186,15 @@ def complete_state(
 
 
 def stored_names(
-    module: nn.Module, state: Mapping[str, Any], layout: StoredLayout | None = None
-) -> tuple[dict[str, str], dict[str, str]]:
+    module: nn.Module, state: Values, layout: StoredLayout | None = None
+) -> tuple[TextDict, TextDict]:
     """({stored name: FQN}, {left-out name: stored name}) of a module's *state*, as in :func:`module_state`."""
     keys = adapter_keys(unwrap(module), state)
     if keys is not None:
         return {key: fqn for fqn, key in keys.items()}, {}
     layout = layout or stored_layout(module)
     tied = _tied_names(unwrap(module), state)
-    kept: dict[str, str] = {}
+    kept = {}
     for fqn in state:
         if fqn not in tied and fqn not in layout.rows:
             kept[layout.name_of(fqn)] = fqn
@@ -209,12 +209,10 @@ def stored_names(
     return kept, names
 
 
-def stored_values(
-    state: Mapping[str, Any], kept: Mapping[str, str], layout: StoredLayout
-) -> dict[str, Any]:
+def stored_values(state: Values, kept: Texts, layout: StoredLayout) -> ValueDict:
     """The value of a module's *state* for each stored name (of :func:`stored_names`); rows are views."""
     local_rows = {fqn: _local_rows(state[fqn]) for fqn in layout.rows if fqn in state}
-    values: dict[str, Any] = {}
+    values = {}
     for name, fqn in kept.items():
         if fqn in local_rows:
             rows, first = local_rows[fqn]
@@ -258,7 +256,7 @@ def is_adapted(module: object) -> TypeGuard[PeftModel]:
     return isinstance(module, PeftModel)
 
 
-def adapter_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str] | None:
+def adapter_keys(module: nn.Module, state: Values) -> TextDict | None:
     """{FQN: key in ``adapter_model.safetensors``} of a ``PeftModel`` with this state dict; None for other modules.
 
     peft selects and names them (``get_peft_model_state_dict``). The module's attribute ``save_embedding_layers``, where
@@ -283,14 +281,14 @@ def adapter_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str] 
         )
     # Resized embeddings that are also trained are named a second time by peft.
     duplicates = (".original_module.", ".modules_to_save.")
-    keys: dict[str, str] = {}
+    keys = {}
     for key, token in named.items():
         if not any(part in key for part in duplicates):
             keys[fqns[id(token)]] = key
     return keys
 
 
-def _tied_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+def _tied_names(module: nn.Module, state: Values) -> TextDict:
     """{name: the name it is tied to} for all but one of the names in *state* of the same elements of the same memory.
 
     Tensors that share a part of their memory are not tied.
@@ -307,7 +305,7 @@ def _tied_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
         or getattr(module, "_tied_weights_keys", None)
         or ()
     )
-    tied: dict[str, str] = {}
+    tied = {}
     for members in groups.values():
         stored = next((name for name in members if name not in declared), members[0])
         for name in members:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from automodel_ckpt.checkpoint.formats.reading import ByteRanges, read_object, read_tree
+from automodel_ckpt.checkpoint.files.type_aliases import Texts, ValueDict, Values
+from automodel_ckpt.checkpoint.formats.reading import read_object, read_tree
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.state.mismatch import check_differences, unusable
@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.state.optimizer_state import (
     saved_entries,
 )
 from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups, other_kind
+from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.errors import CheckpointUnusable
 
 log = logging.getLogger("automodel_ckpt")
@@ -36,8 +37,8 @@ class OptimizerLoader:
     def __init__(
         self,
         path: Path,
-        remote: ByteRanges | None,
-        absent: Mapping[str, str],
+        remote: VerifiedRanges | None,
+        absent: Texts,
         allow_missing: frozenset[str],
         *,
         is_rank0: bool,
@@ -47,7 +48,7 @@ class OptimizerLoader:
         self._is_rank0 = is_rank0
 
     def load(
-        self, item: Item, items: list[Item], tree: Tree, owners: Owners, state: dict[str, Any]
+        self, item: Item, items: list[Item], tree: Tree, owners: Owners, state: ValueDict
     ) -> frozenset[str]:
         """Load an optimizer and its LR schedulers; the saved values are read into *state*.
 
@@ -81,7 +82,7 @@ class OptimizerLoader:
         return others
 
     def _schedules_of_another_kind(
-        self, item: Item, items: list[Item], tree: Tree, state: Mapping[str, Any]
+        self, item: Item, items: list[Item], tree: Tree, state: Values
     ) -> frozenset[str]:
         """The names of the LR schedulers of an optimizer that were saved as schedules of another kind.
 
@@ -109,8 +110,8 @@ class OptimizerLoader:
         return frozenset(found)
 
     def _matched(
-        self, item: Item, tree: Tree, owners: Owners, state: dict[str, Any]
-    ) -> tuple[Tree, GroupMatch, dict[str, Any]]:
+        self, item: Item, tree: Tree, owners: Owners, state: ValueDict
+    ) -> tuple[Tree, GroupMatch, ValueDict]:
         """The saved values of an optimizer under the names that they have here, the match of its parameter groups, and
         the values to read into by flat name. *state* gets a location for each of them.
 
@@ -148,7 +149,7 @@ class OptimizerLoader:
         before = locations(name, state)
         tree = _select(tree, lambda key: is_needed(key, before))
         allocate_late_entries(name, tree, optimizer_state, parameters)
-        values: dict[str, Any] = {
+        values = {
             key: container[index]
             for key, (container, index) in locations(name, state).items()
             if is_needed(key, stored)

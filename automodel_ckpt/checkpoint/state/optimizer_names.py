@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.state.module_tensors import has_plain_names, unwrap, without_memory
 from automodel_ckpt.checkpoint.state.optimizer_state import check_flat
@@ -29,8 +29,7 @@ def trained_by_all(optimizer: Optimizer) -> Groups | None:
 
     The names are as in :class:`Owners`. The recipe stores them in the optimizer's attribute ``whole``.
     """
-    groups: Groups | None = getattr(optimizer, "whole", None)
-    return groups
+    return getattr(optimizer, "whole", None)
 
 
 class Owners:
@@ -46,7 +45,7 @@ class Owners:
                 # Names of submodules cannot contain dots.
                 self.root.add_module(item.name.replace(".", "%"), item.value)
 
-    def optimizer_state(self, item: Item) -> dict[str, Any]:
+    def optimizer_state(self, item: Item) -> ValueDict:
         """``{"state": {fqn: {...}}, "param_groups": [...]}``; where there is no state at all, it is created first.
 
         The groups name what all ranks train, the state is this rank's.
@@ -59,7 +58,7 @@ class Owners:
                 group["params"] = list(names)
         return state
 
-    def _state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _state_dict(self, optimizer: Optimizer) -> ValueDict:
         """The result of PyTorch's ``get_optimizer_state_dict``, which is slow with thousands of parameters (see
         :func:`has_plain_names`)."""
         modules = {name: unwrap(module) for name, module in self.root.named_children()}
@@ -70,13 +69,13 @@ class Owners:
             for name, parameter in module.named_parameters():
                 # PyTorch also uses the first name of a tied parameter.
                 fqns.setdefault(id(parameter), f"{prefix}.{name}")
-        names: list[str] = []
+        names = []
         for group in optimizer.param_groups:
             names += [fqns[id(parameter)] for parameter in group["params"]]
         with torch.no_grad():
             numbered = optimizer.state_dict()
         state = {names[number]: entry for number, entry in numbered["state"].items()}
-        groups: list[dict[str, Any]] = []
+        groups = []
         for group in numbered["param_groups"]:
             groups.append({**group, "params": [names[number] for number in group["params"]]})
         return {"state": state, "param_groups": groups}
@@ -89,7 +88,7 @@ class Owners:
             for group in item.value.param_groups
         ]
 
-    def parameters(self, item: Item, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    def parameters(self, item: Item, state: Values) -> dict[str, Tensor]:
         """The parameters of this rank's optimizer by FQN; *state* is the result of :meth:`optimizer_state`."""
         found: dict[str, Tensor] = {}
         groups = item.value.param_groups
@@ -97,25 +96,23 @@ class Owners:
             found.update(zip(fqns, group["params"], strict=True))
         return found
 
-    def set_optimizer_state(self, item: Item, state: Mapping[str, Any]) -> None:
+    def set_optimizer_state(self, item: Item, state: Values) -> None:
         """Give the optimizer a *state* of the form that :meth:`optimizer_state` returns. A parameter without an entry
         has no state afterwards.
 
         PyTorch's ``set_optimizer_state_dict`` is not used: it allows at most one group without parameters, and a
         pipeline stage may have several.
         """
-        groups: list[dict[str, Any]] = []
-        trained_here: set[str] = set()
+        groups = []
+        trained_here = set()
         names_here = self._names_here(item, state)
         for options, names in zip(state["param_groups"], names_here, strict=True):
             groups.append({**options, "params": list(names)})
             trained_here.update(names)
-        entries: dict[str, Any] = {
-            fqn: entry for fqn, entry in state["state"].items() if fqn in trained_here
-        }
+        entries = {fqn: entry for fqn, entry in state["state"].items() if fqn in trained_here}
         item.value.load_state_dict({"state": entries, "param_groups": groups})
 
-    def _names_here(self, item: Item, state: Mapping[str, Any]) -> list[list[str]]:
+    def _names_here(self, item: Item, state: Values) -> list[list[str]]:
         """FQNs of what each group of this rank's optimizer trains; *state* is what :meth:`optimizer_state` gave."""
         if trained_by_all(item.value) is not None:
             return [list(names) for names in self.groups(item)]
@@ -124,7 +121,7 @@ class Owners:
     def check_parameters(self, item: Item) -> None:
         """Raise :class:`RecipeError` where an optimizer trains a parameter that belongs to no module of the recipe."""
         in_modules = {id(parameter) for parameter in self.root.parameters()}
-        shapes: list[tuple[int, ...]] = []
+        shapes = []
         for group in item.value.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in in_modules:
@@ -140,13 +137,13 @@ class Owners:
 
 def optimizer_tree(
     item: Item, items: Iterable[Item], owners: Owners, *, create: bool = False
-) -> dict[str, Any]:
+) -> ValueDict:
     """The state of an optimizer and of its LR schedulers, by attribute name.
 
     The state of a scheduler is in a tuple, which DCP stores whole (it would turn the integer keys of a MultiStepLR into
     text). A parameter that was never updated has no state, unless *create* is true.
     """
-    tree: dict[str, Any] = {item.name: {}}
+    tree: ValueDict = {item.name: {}}
     for other in items:
         if other.owner == item.name:
             tree[other.name] = (other.value.state_dict(),)

@@ -13,11 +13,12 @@ import xxhash
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict, Values
 from automodel_ckpt.checkpoint.formats.description import DTYPES
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.state.storable import check_safe
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import RecipeError, unusable
 
 _OF_ALL = ".state.*."
 
@@ -25,12 +26,12 @@ Location = tuple[dict[str, Any], str]
 """A mapping, and the key of a value in it."""
 
 
-def locations(name: str, state: dict[str, Any]) -> dict[str, Location]:
+def locations(name: str, state: ValueDict) -> dict[str, Location]:
     """Return the position of each value in the state of the optimizer *name*, by the flat name that DCP gives it.
 
     The other entries of *state* belong to LR schedulers. The parameter lists of groups are left out.
     """
-    found: dict[str, Location] = {key: (state, key) for key in state if key != name}
+    found = {key: (state, key) for key in state if key != name}
     for prefix, entry in _entries(name, state[name]):
         for key in entry:
             if key != "params":
@@ -38,7 +39,7 @@ def locations(name: str, state: dict[str, Any]) -> dict[str, Location]:
     return found
 
 
-def check_flat(name: str, state: Mapping[str, Any]) -> None:
+def check_flat(name: str, state: Values) -> None:
     """Raise :class:`RecipeError` for values in the state of the optimizer *name* that flat names cannot express."""
     for prefix, entry in _entries(name, state):
         for key, value in entry.items():
@@ -54,7 +55,7 @@ def check_flat(name: str, state: Mapping[str, Any]) -> None:
                 )
 
 
-def _entries(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _entries(name: str, state: Values) -> Iterator[tuple[str, ValueDict]]:
     """Yield the entries of all parameters and groups, each with the prefix of its flat names."""
     for fqn, entry in state["state"].items():
         yield f"{name}.state.{fqn}", entry
@@ -73,12 +74,12 @@ def _is_container(value: Any) -> bool:
     return any(isinstance(element, torch.Tensor) or _is_container(element) for element in value)
 
 
-def digests_of_own(name: str, optimizer: Optimizer) -> dict[str, str]:
+def digests_of_own(name: str, optimizer: Optimizer) -> TextDict:
     """Digests of what an optimizer stores unsharded for sharded parameters, by entry name, over all parameters.
 
     It is stored once, so it must be the same on all ranks (:func:`check_consistent`).
     """
-    hashes: dict[str, Any] = {}
+    hashes = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
         if not isinstance(parameter, DTensor):
@@ -93,7 +94,7 @@ def digests_of_own(name: str, optimizer: Optimizer) -> dict[str, str]:
     return {entry: hashed.hexdigest() for entry, hashed in hashes.items()}
 
 
-def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
+def check_consistent(digests: Sequence[Texts]) -> None:
     """Raise :class:`RecipeError` where the results of :func:`digests_of_own` differ between ranks."""
     for key, digest in digests[0].items():
         if _OF_ALL not in key:
@@ -112,14 +113,14 @@ def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
 
 
 def allocate_late_entries(
-    name: str, tree: Tree, state: dict[str, Any], parameters: Mapping[str, torch.Tensor]
+    name: str, tree: Tree, state: ValueDict, parameters: Mapping[str, torch.Tensor]
 ) -> None:
     """Add targets to *state* of the optimizer *name* for the entries of *tree* that it does not have yet.
 
     *parameters* are those that it trains, by FQN. Entries that the tree lacks are kept and reported by the later check.
     Raises :class:`CheckpointUnusable` where it is unknown how a value was sharded.
     """
-    entries: dict[str, dict[str, Any]] = {}
+    entries = {}
     for fqn, key in saved_entries(name, (*tree.tensors, *tree.objects)):
         if fqn not in parameters:
             continue
@@ -153,11 +154,11 @@ def _empty_leaf(stored: Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if stored.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if isinstance(parameter, DTensor) and stored.shape:
-        raise CheckpointUnusable(
+        raise unusable(
             "it is not known how to shard this state of an optimizer, whose shape is not that of the parameter",
-            where=stored.fqn,
-            value=f"{list(stored.shape)}, of a sharded parameter of {list(parameter.shape)}",
-            hint="set distributed.strategy to ddp, which shards nothing (torch.optim.Adafactor needs that); an "
+            stored.fqn,
+            f"{list(stored.shape)}, of a sharded parameter of {list(parameter.shape)}",
+            "set distributed.strategy to ddp, which shards nothing (torch.optim.Adafactor needs that); an "
             "optimizer of your own can also create the state in its first step()",
         )
     return torch.zeros(stored.shape, dtype=dtype, device=parameter.device)
@@ -165,9 +166,9 @@ def _empty_leaf(stored: Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def load_read_state(
     optimizer: Optimizer,
-    state: Mapping[str, Any],
+    state: Values,
     parameters: Mapping[str, torch.Tensor],
-    load: Callable[[Mapping[str, Any]], None],
+    load: Callable[[Values], None],
 ) -> None:
     """Give *optimizer* its *state*; *load* calls its ``load_state_dict`` with such a state.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.state.optimizer_state import saved_entries
 
@@ -63,7 +64,7 @@ class GroupMatch:
             objects=renumbered(tree.objects, lambda blob, name: blob),
         )
 
-    def schedule_state(self, saved: Mapping[str, Any], scheduler: object) -> dict[str, Any]:
+    def schedule_state(self, saved: Values, scheduler: object) -> ValueDict:
         """The *saved* state of an LR scheduler with its values per parameter group in the order of the groups here.
 
         A new group without parameters keeps what *scheduler* has for it.
@@ -84,7 +85,7 @@ class GroupMatch:
         return state
 
 
-def other_kind(saved: Mapping[str, Any], scheduler: Any) -> str | None:
+def other_kind(saved: Values, scheduler: Any) -> str | None:
     """Describe what shows that the *saved* state is from another kind of LR scheduler. Returns None when nothing does.
 
     The classes of torch differ in their settings. The state of an imported run has no settings. A class of the
@@ -100,7 +101,7 @@ def other_kind(saved: Mapping[str, Any], scheduler: Any) -> str | None:
     return f"~ saved with {', '.join(sorted(before))}; {name} has {', '.join(sorted(now)) or 'none of these'}"
 
 
-def _settings_of(state: Mapping[str, Any]) -> set[str]:
+def _settings_of(state: Values) -> set[str]:
     """The names in the *state* of an LR scheduler that its own class has."""
     own = {key for key in state if not key.startswith("_") and key not in _OF_ALL_SCHEDULES}
     return own | ({_PARTS} & state.keys())
@@ -115,8 +116,8 @@ def match_groups(
     gradient, so nothing is lost. Programs that give an optimizer all parameters save frozen ones so.
     """
     group_of = {fqn: number for number, group in enumerate(saved) for fqn in group}
-    sources: list[int | None] = []
-    mismatched: list[str] = []
+    sources = []
+    mismatched = []
     for number, group in enumerate(here):
         if not group:
             is_empty = number < len(saved) and not saved[number]

@@ -13,16 +13,19 @@ Formats, with their sources:
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Values
 from automodel_ckpt.checkpoint.formats.reading import read_box
-from automodel_ckpt.checkpoint.parts.slices import Box, Tensor
+from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, TensorMap
 from automodel_ckpt.checkpoint.sources.source import Tensors
 
 _FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
@@ -49,7 +52,7 @@ class QuantizedTensor:
     """
 
     kind: Literal["float8", "mxfp4"]
-    shape: tuple[int, ...]
+    shape: Shape
     values: str
     scales: str
     block: tuple[int, int] = (1, 1)
@@ -63,7 +66,7 @@ class QuantizedFiles:
     parts: frozenset[str]
 
 
-def find_quantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> QuantizedFiles:
+def find_quantized(tensors: TensorMap, settings: Values) -> QuantizedFiles:
     """Find the quantized ones among the stored *tensors* of a model; *settings* is its ``quantization_config``.
 
     Only names, dtypes and shapes are read. Raises :class:`UnsupportedQuantization` for another format, and for tensors
@@ -76,7 +79,7 @@ def find_quantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -
         found = dict(_float8(tensors, _SUFFIXES[method], _block_size(settings)))
     else:
         raise UnsupportedQuantization(f"it is quantized ({method})")
-    parts: set[str] = set()
+    parts = set()
     for name, quantized in found.items():
         parts |= {quantized.values, quantized.scales} - {name}
     parts |= {name for name in tensors if name.rpartition(".")[2] in _OF_ACTIVATIONS}
@@ -87,24 +90,21 @@ def find_quantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -
     return QuantizedFiles(found, frozenset(parts))
 
 
-def _block_size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+def _block_size(settings: Values) -> tuple[int, int] | None:
     """The rows and columns of a block that a ``quantization_config`` states. Returns None when it states none."""
     size = settings.get("weight_block_size")
-    groups = settings.get("config_groups")
-    if size is None and isinstance(groups, Mapping) and len(groups) == 1:
-        group = next(iter(groups.values()))
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping):
-            size = weights.get("block_structure")
-    if isinstance(size, Sequence) and len(size) == 2 and all(isinstance(n, int) for n in size):
-        rows, columns = size
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        if size is None:
+            (group,) = settings["config_groups"].values()
+            size = group["weights"]["block_structure"]
+        rows, columns = map(operator.index, size)
         if rows > 0 and columns > 0:
             return rows, columns
     return None
 
 
 def _float8(
-    tensors: Mapping[str, Tensor], suffix: str, block: tuple[int, int] | None
+    tensors: TensorMap, suffix: str, block: tuple[int, int] | None
 ) -> Iterator[tuple[str, QuantizedTensor]]:
     for name, values in tensors.items():
         scales = tensors.get(name + suffix)
@@ -142,7 +142,7 @@ def _block_of(
     raise UnsupportedQuantization(f"{name} of shape {tuple(shape)} has scales of {tuple(scales)}")
 
 
-def _mxfp4(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, QuantizedTensor]]:
+def _mxfp4(tensors: TensorMap) -> Iterator[tuple[str, QuantizedTensor]]:
     for blocks_name, blocks in tensors.items():
         name = blocks_name.removesuffix("_blocks")
         scales = tensors.get(f"{name}_scales")

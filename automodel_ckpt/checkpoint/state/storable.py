@@ -6,7 +6,6 @@ Other values are reported, by attribute and key, before training.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.formats.description import (
     DTYPE_CODES,
     local_tensor,
@@ -64,14 +64,14 @@ def check_safe(name: str, state: Any) -> str:
         "store numbers, text, lists, dicts, tensors or NumPy arrays, "
         f"or add {name!r} to `untracked` of the recipe"
     )
-    problems: list[Problem] = []
+    problems = []
     for key, found in walk.unsafe:
         where = f"attribute {name!r}, key {key or '(the whole state)'!r}"
         problems.append(Problem("state that cannot be read back safely", where, found, hint))
     raise RecipeError.all_of(problems)
 
 
-def check_safe_values(name: str, tree: Mapping[str, Any]) -> None:
+def check_safe_values(name: str, tree: Values) -> None:
     """Check the values of a flat *tree* that are not tensors; tensors are checked when they are planned.
 
     Raises :class:`RecipeError` naming attribute and key of every value that cannot be read back safely.
@@ -81,9 +81,9 @@ def check_safe_values(name: str, tree: Mapping[str, Any]) -> None:
             check_safe(name, {key: value})
 
 
-def check_storable(name: str, tree: Mapping[str, Any]) -> None:
+def check_storable(name: str, tree: Values) -> None:
     """Raise :class:`RecipeError` naming the tensors of a flat *tree* that cannot be stored in a checkpoint."""
-    problems: list[Problem] = []
+    problems = []
     for key, value in tree.items():
         found = _unstorable(value) if isinstance(value, Tensor) else ""
         if not found:

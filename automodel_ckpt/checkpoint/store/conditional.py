@@ -8,8 +8,9 @@ that implement S3 without them, compare before they write; another writer may co
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any
+
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 
 
 class NotSupported(Exception):
@@ -36,7 +37,7 @@ class Conditions:
         except FileNotFoundError:
             return None
 
-    def listed(self, info: Mapping[str, Any]) -> str:
+    def listed(self, info: Values) -> str:
         """Return the version of an object in a listing; empty if the listing has none."""
         return ""
 
@@ -86,7 +87,7 @@ class _Compared(Conditions):
         # A directory has no version.
         return self.listed(info) or None
 
-    def listed(self, info: Mapping[str, Any]) -> str:
+    def listed(self, info: Values) -> str:
         return str(info.get(self.field) or "")
 
 
@@ -212,7 +213,7 @@ def s3_call(fs: Any, method: str, path: str, **arguments: Any) -> bool:
     return True
 
 
-def s3_reply(error: BaseException) -> Mapping[str, Any]:
+def s3_reply(error: BaseException) -> Values:
     """Return the reply in an error that s3fs translated from one of botocore; empty for any other error."""
     response = getattr(error.__cause__, "response", None)
     return response if isinstance(response, dict) else {}

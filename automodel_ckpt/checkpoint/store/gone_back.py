@@ -8,11 +8,10 @@ reached, and was started again, neither fetches an abandoned checkpoint nor leav
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.run.notes import Damaged, read_note, write_note
 
 FILE = ".remote-start.json"
@@ -36,7 +35,7 @@ class GoneBack:
         except Damaged:
             return None
 
-    def is_outdated(self, owner: Mapping[str, Any]) -> bool:
+    def is_outdated(self, owner: Values) -> bool:
         """Whether another run took over the store since: *owner* is the content of its ``run.json``."""
         try:
             return str(owner["start"]) not in self.tokens and float(owner["time"]) > self.time

@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.files.digests import digest_from
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of, runs_in_file
 from automodel_ckpt.checkpoint.parts.tree import FileContents, FileSlice, damage_text, files_of
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 REQUEST_BYTES = 16 << 20
 """Most bytes of one request."""
@@ -89,7 +89,7 @@ class VerifiedRanges:
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Read ahead what :meth:`read` will be called for: (file, start, end) of byte ranges, in this order."""
-        parts: dict[Part, None] = {}
+        parts = {}
         for file, start, end in ranges:
             parts.update(dict.fromkeys(self._overlapping(file, start, end)))
         self._verified.clear()
@@ -117,7 +117,7 @@ class VerifiedRanges:
 
     def damaged(self, file: str) -> list[FileSlice]:
         """Read all slices and values in *file*, and return those that do not match their digests."""
-        found: list[FileSlice] = []
+        found = []
         for batch in _batches(self._parts_of_file(file)):
             data = self._content(batch)
             for part in batch.parts:
@@ -180,8 +180,11 @@ class VerifiedRanges:
         for part in batch.parts:
             content = data[part.start - batch.start : part.end - batch.start]
             if damaged := _damaged(part, content):
-                what = "a file of the checkpoint is not what was saved: its digest differs"
-                raise self._unusable(what, part.file, damage_text(damaged))
+                raise self._unusable(
+                    "a file of the checkpoint is not what was saved: its digest differs",
+                    part.file,
+                    damage_text(damaged),
+                )
             self._verified[part] = content
 
     def _content(self, batch: _Batch) -> memoryview:
@@ -192,17 +195,12 @@ class VerifiedRanges:
         return memoryview(data)
 
     def _unusable(self, what: str, file: str, value: str) -> CheckpointUnusable:
-        return CheckpointUnusable(
-            what,
-            where=f"{self._files}/{self._name}/{file}",
-            value=value,
-            hint="resume from another checkpoint (checkpoint.restore_from)",
-        )
+        return unusable(what, f"{self._files}/{self._name}/{file}", value)
 
 
 def files_with_tensors(manifest: Manifest) -> set[str]:
     """Return the files with tensors or other values of a tree."""
-    files: set[str] = set()
+    files = set()
     for tree in manifest.trees.values():
         files |= files_of(tree)
         files.update(blob.file for blob in tree.objects.values())

@@ -11,7 +11,7 @@ import inspect
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from automodel_ckpt.base.store_url import (
     scrub,
     scrubbed,
 )
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, ValueDict, Values
 from automodel_ckpt.checkpoint.store.conditional import (
     Conditions,
     NotSupported,
@@ -68,9 +69,7 @@ class Store:
     local files.
     """
 
-    def __init__(
-        self, url: str, options: Mapping[str, Any] | None = None, *, where: str = "URL"
-    ) -> None:
+    def __init__(self, url: str, options: Values | None = None, *, where: str = "URL") -> None:
         """Open *url*; *where* is the key or argument that has it. No request is made.
 
         Raises :class:`RecipeError` for a URL or options that cannot be used.
@@ -85,7 +84,7 @@ class Store:
         with self.reporting("opened"):
             # Without a cache of listings, the objects of another process are visible.
             options = {**_library_options(protocol, options or {}), "use_listings_cache": False}
-            opened: tuple[Any, str] = fsspec.url_to_fs(self.url, **options)
+            opened = fsspec.url_to_fs(self.url, **options)
         self.fs, root = opened
         self._root = root.rstrip("/")
         self._has_directories = protocol in ("file", "memory")
@@ -144,7 +143,7 @@ class Store:
         known = [time for time in times if time is not None]
         return max(known) if known and len(known) == len(times) else None
 
-    def versions(self, name: str) -> dict[str, str]:
+    def versions(self, name: str) -> TextDict:
         """List all objects below *name* with their versions, by names relative to the URL."""
         prefix = f"{self._root}/"
         versions = {}
@@ -152,7 +151,7 @@ class Store:
             versions[path.removeprefix(prefix)] = self._conditions.listed(info)
         return versions
 
-    def _find(self, name: str) -> dict[str, dict[str, Any]]:
+    def _find(self, name: str) -> dict[str, ValueDict]:
         prefix = f"{self.key(name)}/"
         with self.reporting("listed", name):
             try:
@@ -298,7 +297,7 @@ class Store:
                 raise
             raise StoreError(
                 "the bucket does not exist",
-                where=str(self),
+                where=self,
                 value=self.key("").partition("/")[0],
                 hint="create it, or check the URL and the endpoint (AWS_ENDPOINT_URL)",
             ) from error
@@ -330,7 +329,7 @@ def _write_blocks(target: Any, blocks: Iterable[bytes]) -> None:
         raise
 
 
-def _read_options(fs: Any) -> dict[str, Any]:
+def _read_options(fs: Any) -> ValueDict:
     """Return the options of reads with which s3fs makes one request for an object.
 
     Newer versions ask for its size first, to read a large one in parts, unless only one part may be read at a time.
@@ -341,7 +340,7 @@ def _read_options(fs: Any) -> dict[str, Any]:
     return {}
 
 
-def _library_options(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _library_options(protocol: str, options: Values) -> ValueDict:
     """Translate :data:`~automodel_ckpt.base.store_url.OPTIONS` to arguments of a file system of fsspec."""
     given = dict(options)
     if protocol in ("s3", "s3a"):
@@ -362,7 +361,7 @@ def _library_options(protocol: str, options: Mapping[str, Any]) -> dict[str, Any
 _TIMES = ("LastModified", "last_modified", "mtime")
 
 
-def _time_of(info: Mapping[str, Any]) -> float | None:
+def _time_of(info: Values) -> float | None:
     """When an object was written, by its entry in a listing; None when that is not known."""
     found = next((info[key] for key in _TIMES if key in info), None)
     if isinstance(found, datetime):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, ValueDict
 from automodel_ckpt.checkpoint.run.notes import Damaged, read_note, write_note
 from automodel_ckpt.checkpoint.store.conditional import NotSupported, s3_call
 from automodel_ckpt.checkpoint.store.store import Store
@@ -85,7 +86,7 @@ class UploadMemory:
     digest: str
     url: str
     done: set[str] = field(default_factory=set)
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parts: dict[str, ValueDict] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -109,7 +110,7 @@ class UploadMemory:
             self.parts.pop(name, None)
             self._write()
 
-    def note_parts(self, name: str, entry: dict[str, Any] | None) -> None:
+    def note_parts(self, name: str, entry: ValueDict | None) -> None:
         """Record the upload of a file in parts; None: there is none."""
         with self._lock:
             if entry is None:
@@ -259,13 +260,13 @@ def _call_exclusively(store: Store, method: str, name: str, **arguments: Any) ->
 
 
 def _continued(
-    store: Store, target: dict[str, str], entry: dict[str, Any] | None, nbytes: int
-) -> tuple[dict[str, Any] | None, dict[int, str]]:
+    store: Store, target: TextDict, entry: ValueDict | None, nbytes: int
+) -> tuple[ValueDict | None, dict[int, str]]:
     """Return the upload to continue with its parts in the store, as number -> tag; (None, {}) if there is none."""
     if entry is None:
         return None, {}
     part_bytes = int(entry["part_bytes"])
-    sent: dict[int, str] = {}
+    sent = {}
     after = 0
     while True:
         try:
@@ -305,16 +306,16 @@ def upload_begun(store: Store, name: str) -> float:
     """When the newest unfinished upload below the directory *name* began, in seconds since 1970; 0 without one."""
     if not has_parts(store):
         return 0.0
-    times: list[float] = [each["Initiated"].timestamp() for each in _unfinished(store, name)]
+    times = [each["Initiated"].timestamp() for each in _unfinished(store, name)]
     return max(times, default=0.0)
 
 
-def _unfinished(store: Store, name: str) -> list[dict[str, Any]]:
+def _unfinished(store: Store, name: str) -> list[ValueDict]:
     """List the unfinished uploads below the directory *name*, as the S3 client describes them, with their bucket."""
     bucket, path, _ = store.fs.split_path(store.key(name))
     prefix = f"{path}/" if path else ""
     found = []
-    after: dict[str, str] = {}
+    after: TextDict = {}
     with store.reporting("listed", name):
         while True:
             reply = store.fs.call_s3(

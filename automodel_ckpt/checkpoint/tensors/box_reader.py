@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
+from automodel_ckpt.checkpoint.files.type_aliases import Shape
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,
     Slice,
@@ -43,7 +44,7 @@ INTEGERS = {
 """The numpy dtypes of integers, by safetensors code."""
 
 
-def boxes(shape: tuple[int, ...], num_elements: int = _BLOCK_ELEMENTS) -> Iterator[Box]:
+def boxes(shape: Shape, num_elements: int = _BLOCK_ELEMENTS) -> Iterator[Box]:
     """Yield boxes of at most *num_elements* that tile a tensor of that *shape*, in row-major order."""
     # Dimensions that fit are complete in every box, so that a box is one run of bytes.
     num_elements, inner = max(1, num_elements), 1
@@ -66,17 +67,16 @@ def map_slice(file: Path | BinaryIO, stored: Slice, dtype: Any) -> Array:
 
     if stored.strides is None:
         # numpy maps no array without dimensions.
-        mapped: Array = np.memmap(file, dtype, "r", stored.start, stored.sizes or (1,))
+        mapped = np.memmap(file, dtype, "r", stored.start, stored.sizes or (1,))
         return mapped.reshape(stored.sizes)
     # The stride of a dimension of one element has no meaning, and can be any number.
     pairs = list(zip(stored.sizes, stored.strides, strict=True))
     strides = [stride if size > 1 else 0 for size, stride in pairs]
     last = sum((size - 1) * stride for (size, _), stride in zip(pairs, strides, strict=True))
     # Raises ValueError where the file is shorter: no element is outside of the mapping.
-    elements: Array = np.memmap(file, dtype, "r", stored.start, (last + 1,))
+    elements = np.memmap(file, dtype, "r", stored.start, (last + 1,))
     steps = [stride * elements.itemsize for stride in strides]
-    found: Array = np.lib.stride_tricks.as_strided(elements, stored.sizes, steps, writeable=False)
-    return found
+    return np.lib.stride_tricks.as_strided(elements, stored.sizes, steps, writeable=False)
 
 
 class BoxReader:
@@ -134,7 +134,7 @@ def damage_problem(root: Path, tensor: Tensor) -> Problem | None:
     for stored in tensor.slices:
         if stored.nbytes and stored.digest is not None:
             by_file.setdefault(stored.file, []).append(FileSlice(stored, tensor.shape))
-    wrong: list[Slice] = []
+    wrong = []
     try:
         for file, slices in by_file.items():
             wrong += [one.stored for one in damaged(root, file, slices)]

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.parts.slices import Tensor, digests_of, have_same_digests
+from automodel_ckpt.checkpoint.files.type_aliases import Values
+from automodel_ckpt.checkpoint.parts.slices import TensorMap, digests_of, have_same_digests
 from automodel_ckpt.checkpoint.tensors.box_reader import (
     INTEGERS,
     BoxReader,
@@ -38,7 +39,7 @@ class StoredTensors:
     """
 
     root: Path
-    tensors: Mapping[str, Tensor]
+    tensors: TensorMap
     recorded_at: float = -math.inf
 
 
@@ -87,9 +88,9 @@ def compare(
     Where files may have changed since their digests were recorded, their bytes are compared with the digests first.
     A file that cannot be read is damage of its tensors.
     """
-    redescribed: dict[str, tuple[str, str]] = {}
-    changed: list[Change] = []
-    damaged: dict[str, tuple[Problem, ...]] = {}
+    redescribed = {}
+    changed = []
+    damaged = {}
     differing: list[str] = []
     undecided: list[str] = []
     num_equal = num_unread = 0
@@ -210,9 +211,7 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
 
 
-def changed_leaves(
-    first: Mapping[str, Any], second: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
+def changed_leaves(first: Values, second: Values) -> dict[str, tuple[Any, Any]]:
     """Return the dotted keys with different values, and both values. The value of a missing key is None."""
     before = dict(flatten(first))
     after = dict(flatten(second))

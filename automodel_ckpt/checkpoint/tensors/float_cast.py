@@ -94,5 +94,4 @@ def eight_bit_values(dtype: str) -> Array:
     import torch  # NumPy does not have these dtypes
 
     bits = torch.arange(256, dtype=torch.uint8).view(getattr(torch, TORCH_NAMES[dtype]))
-    values: Array = bits.to(torch.float32).numpy().astype(np.float64)
-    return values
+    return bits.to(torch.float32).numpy().astype(np.float64)

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from automodel_ckpt.checkpoint.files.type_aliases import Shape
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes, require_intact
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import unusable
 
 _COMPLEX = frozenset({"C64", "C128"})
 
@@ -45,15 +46,15 @@ def statistics_of(root: Path, tensor: Tensor) -> Statistics:
     # ValueError: a file that is too short for the map that numpy asks for.
     except (OSError, ValueError) as error:
         value = error.strerror if isinstance(error, OSError) else str(error)
-        raise CheckpointUnusable(
+        raise unusable(
             f"the tensor {tensor.fqn!r} cannot be read",
-            where=str(root / tensor.slices[0].file),
-            value=value,
-            hint="run `ckpt verify` to list all damaged files; restore them from a copy",
+            root / tensor.slices[0].file,
+            value,
+            "run `ckpt verify` to list all damaged files; restore them from a copy",
         ) from error
 
 
-def _computed(reader: BoxReader, shape: tuple[int, ...]) -> Statistics:
+def _computed(reader: BoxReader, shape: Shape) -> Statistics:
     import numpy as np
 
     size = num_nan = num_inf = num_zero = 0

@@ -51,7 +51,7 @@ def whole(root: Path, tensor: Tensor) -> Array:
         (stored,) = slices
         mapped = map_slice(root / stored.file, stored, dtype)
         return mapped if stored.strides is None else np.ascontiguousarray(mapped)
-    result: Array = np.empty(tensor.shape, dtype)
+    result = np.empty(tensor.shape, dtype)
     for stored in slices:
         values = map_slice(root / stored.file, stored, dtype)
         result[stored.box.within(tensor.box)] = values

@@ -251,29 +251,35 @@ def compare(
 
 
 def _differences(straight: Run, resumed: Run, *, is_exact: bool) -> Iterator[dict[str, Any]]:
-    """Yield the differences by step and rank: quantities, then whole attributes, then their tensors."""
+    """Yield the differences by step and rank: quantities, then tensors, then whole attributes."""
     for number, _ in enumerate(zip(straight[0], resumed[0], strict=False)):
         for rank in range(len(straight) if is_exact else 1):
-            one, other = straight[rank][number], resumed[rank][number]
-            place = (one["step"], rank)
-            for name in ("samples", *_NUMBERS) if is_exact else ("samples", "lr"):
-                if one[name] != other[name]:
-                    yield _described(*place, name, one[name], other[name])
-            state, other_state = one["state"], other["state"]
-            names = {*state, *other_state} if is_exact else ()
-            for name in sorted(names, key=lambda name: ("/" not in name, name)):
-                digests = [each.get(name, "missing") for each in (state, other_state)]
-                if digests[0] != digests[1]:
-                    yield _described(*place, name, *digests)
-    lengths = len(straight[0]), len(resumed[0])
+            step = straight[rank][number]
+            one = _compared(step, is_exact=is_exact)
+            other = _compared(resumed[rank][number], is_exact=is_exact)
+            for name in {**one, **other}:
+                if one.get(name) != other.get(name):
+                    yield {
+                        "step": step["step"],
+                        "rank": rank,
+                        "quantity": name,
+                        "straight": one.get(name, "missing"),
+                        "resumed": other.get(name, "missing"),
+                    }
+    lengths = [len(run[0]) for run in (straight, resumed)]
     if lengths[0] != lengths[1]:
-        yield _described(min(lengths) + 1, 0, "number of steps", *lengths)
+        values = {"straight": str(lengths[0]), "resumed": str(lengths[1])}
+        yield {"step": min(lengths) + 1, "rank": 0, "quantity": "number of steps", **values}
 
 
-def _described(step: int, rank: int, name: str, one: Any, other: Any) -> dict[str, Any]:
-    texts = [repr(_number(each)) if name in _NUMBERS else str(each) for each in (one, other)]
-    values = {"straight": texts[0], "resumed": texts[1]}
-    return {"step": step, "rank": rank, "quantity": name, **values}
+def _compared(step: Step, *, is_exact: bool) -> dict[str, str]:
+    """Return the values of a step that must be equal, as text, in the order in which they are reported."""
+    values = {"samples": str(step["samples"])}
+    for name in _NUMBERS if is_exact else ("lr",):
+        values[name] = repr(_number(step[name]))
+    for name in sorted(step["state"] if is_exact else (), key=lambda name: ("/" not in name, name)):
+        values[name] = step["state"][name]
+    return values
 
 
 def _largest_difference(name: str, straight: Sequence[Step], resumed: Sequence[Step]) -> float:

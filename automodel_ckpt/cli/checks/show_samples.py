@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.cli.common.terminal import coloured, printable_lines
+from automodel_ckpt.cli.common.terminal import colored, printable_lines
 from automodel_ckpt.config.load import LoadedRecipe
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def report(loaded: LoadedRecipe, recipe_class: type[Recipe], num_samples: int) -
 
     arguments = {"config": loaded.config, "config_yaml": loaded.to_yaml()}
     recipe = built_data(recipe_class, arguments)
-    has_colors = coloured("x", "green", sys.stdout) != "x"
+    has_colors = colored("x", "green", sys.stdout) != "x"
     trained = "green" if has_colors else f"between {BEGIN} and {END}"
     samples = list(first_samples(recipe, num_samples))
     if not any(sample.label for sample in samples):
@@ -48,13 +48,13 @@ def _sample_lines(
 ) -> Iterator[str]:
     labeled = f"{sample.num_labels:,} trained" if not sample.label else f"label {sample.label}"
     title = f"sample {sample.number}: {counted(len(sample.tokens), 'token')}, {labeled}"
-    yield coloured(title, "bold", sys.stdout)
+    yield colored(title, "bold", sys.stdout)
     parts = []
     for span, is_trained in spans:
         text = printable_lines(_REPEATED.sub(_shortened, span))
         if is_trained and has_colors:
             # Colored line by line, because a pager forgets colors at the end of a line.
-            lines = [coloured(line, "green", sys.stdout) for line in text.split("\n")]
+            lines = [colored(line, "green", sys.stdout) for line in text.split("\n")]
             text = "\n".join(lines)
         elif is_trained:
             text = f"{BEGIN}{text}{END}"

@@ -9,13 +9,17 @@ from automodel_ckpt.config.overrides import CommandLine
 from automodel_ckpt.errors import Problem, RecipeError
 
 FLAG = "--write-launcher"
-SLURM, K8S, SKYPILOT = "slurm", "k8s", "skypilot"
-KINDS = (SLURM, K8S, SKYPILOT)
+KINDS = {
+    "slurm": "slurm.sh.jinja",
+    "k8s": "trainjob.yaml.jinja",
+    "skypilot": "skypilot.yaml.jinja",
+}
+"""Kind of launcher -> its template."""
 USERS = {
-    "output": KINDS,
-    "time_limit": (SLURM,),
-    "image": (K8S, SKYPILOT),
-    "volume_claim": (K8S,),
+    "output": tuple(KINDS),
+    "time_limit": ("slurm",),
+    "image": ("k8s", "skypilot"),
+    "volume_claim": ("k8s",),
 }
 """The options, and the kinds of launchers that use each."""
 DEFAULT_TIME_LIMIT = "08:00:00"

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.cli.common.arguments import WHERE
 from automodel_ckpt.cli.common.checkpoint_tables import section
 from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate_one, sparse_copy
 from automodel_ckpt.cli.common.terminal import (
-    coloured,
+    colored,
     fitted,
     print_document,
     print_error,
@@ -26,10 +28,10 @@ from automodel_ckpt.cli.common.terminal import (
     problem_json,
     table,
 )
+from automodel_ckpt.config.help.changes import saved_recipe
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, describe
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 
 _SECTIONS = ("general", "recipe", "environment", "config")
@@ -97,10 +99,7 @@ def _side(place: str, copies: contextlib.ExitStack) -> Side:
 
     *copies* keeps the files of a checkpoint in a store while it is open.
     """
-    from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-    from automodel_ckpt.config.help.changes import saved_recipe
     from automodel_ckpt.convert.formats.files import read_json
     from automodel_ckpt.convert.open import open_source
 
@@ -123,10 +122,8 @@ def _side(place: str, copies: contextlib.ExitStack) -> Side:
 
 def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
     """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *recorded_at*."""
-    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.state.model_config import saved_config
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-    from automodel_ckpt.config.help.changes import saved_recipe
 
     trees = {
         name: StoredTensors(path, tree.tensors, recorded_at)
@@ -192,9 +189,9 @@ def _document(a: Side, b: Side) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _lines(document: Mapping[str, Any]) -> Iterator[str]:
-    yield coloured(printable(f"{document['a']} -> {document['b']}"), "bold", sys.stdout)
+    yield colored(printable(f"{document['a']} -> {document['b']}"), "bold", sys.stdout)
     for path in document["foreign"]:
-        yield coloured(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
+        yield colored(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
     for part in _SECTIONS:
         lines = _change_lines(document[part])
         if part in document["not_compared"]:

@@ -10,7 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +24,12 @@ from automodel_ckpt.cli.common.terminal import print_document, printable, table
 from automodel_ckpt.cli.launch.node_resources import cores
 from automodel_ckpt.config.tree.references import SECRET_NAME
 
-_LIBRARIES = (
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "huggingface_hub",
-    "torch",
-    "transformers",
-    "datasets",
-    "peft",
-)
-"""Libraries that are imported, in another process, to see whether they work."""
-_EXTRAS = (
-    "triton",
-    "torchao",
-    "bitsandbytes",
-    "flash-attn",
-    "liger-kernel",
-    "accelerate",
-    "pillow",
-)
-"""Distributions with a version that matters, if they are installed. They are not imported."""
+_LIBRARIES = """
+numpy safetensors tokenizers huggingface_hub torch transformers datasets peft triton torchao bitsandbytes flash-attn
+liger-kernel accelerate pillow
+"""
+"""Distributions with a version that matters. They are not imported."""
+_PROBE = "automodel_ckpt.cli.commands.env_probe"
 _PREFIXES = (
     *("AUTOMODEL_CKPT_", "CUDA_", "CUBLAS_", "NCCL_", "GLOO_", "NVIDIA_", "TORCH", "PYTORCH_"),
     *("TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "SLURM_JOB", "PYTHON"),
@@ -79,7 +65,8 @@ def describe_environment() -> dict[str, dict[str, Any]]:
             "python": lambda: f"{platform.python_version()} ({platform.python_implementation()})",
             "executable": lambda: sys.executable,
         },
-        "libraries": {},
+        "libraries": {name: partial(version_of, name) for name in _LIBRARIES.split()},
+        "torch": {"build and devices": _torch},
         "gpu": {"driver": _driver},
         "machine": {
             "system": lambda: platform.freedesktop_os_release()["PRETTY_NAME"],
@@ -97,9 +84,6 @@ def describe_environment() -> dict[str, dict[str, Any]]:
     document: dict[str, dict[str, Any]] = {}
     for title, section in facts.items():
         document[title] = {name: _attempt(determine) for name, determine in section.items()}
-    installed = {name: version_of(name) for name in _EXTRAS}
-    found = {name: version for name, version in installed.items() if version is not None}
-    document["libraries"] = {**_imported(_LIBRARIES), **found}
     document["environment variables"] = shown_variables(os.environ)
     return document
 
@@ -130,9 +114,7 @@ def _text(value: Any) -> str:
         return "none"
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items() if item is not None)
-    if isinstance(value, list):
-        return ", ".join(map(_text, value)) or "none"
-    return str(value)
+    return ", ".join(map(_text, value)) or "none" if isinstance(value, list) else str(value)
 
 
 def _output(*command: str) -> str:
@@ -158,37 +140,21 @@ def _commit() -> str | None:
     return f"{commit} with local changes" if changed else commit
 
 
-def _imported(names: Sequence[str]) -> dict[str, Any]:
-    """Import each library in a process of its own, and return their versions or errors by name: one may crash."""
-    probe = "automodel_ckpt.cli.commands.env_probe"
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    started = {name: start_python(probe, name, **streams) for name in names}
-    return {name: _answer(name, process) for name, process in started.items()}
+def _torch() -> Any:
+    """Import torch in another process, which may crash or take long, and return its build and its devices.
 
-
-def _answer(name: str, process: subprocess.Popen[bytes]) -> Any:
-    """Return the version of a library, for torch also its build and its devices, or the error of its import."""
+    Raises RuntimeError with the last line of the process's errors, and TimeoutExpired.
+    """
+    process = start_python(_PROBE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        output, _ = process.communicate(timeout=_IMPORT_SECONDS)
-    except subprocess.TimeoutExpired:
+        output, errors = process.communicate(timeout=_IMPORT_SECONDS)
+    finally:
         process.kill()
-        output, _ = process.communicate()
+    if process.returncode:
+        lines = errors.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"exit code {process.returncode}")
     # A library may print other lines.
-    records = [json.loads(line) for line in output.splitlines() if line.startswith(b'{"name": ')]
-    if not records:
-        return _failed_import(name, "the process ended during the import, or took too long")
-    found = records[-1]
-    del found["name"]
-    if "error" in found:
-        return _failed_import(name, found["error"])
-    return found if len(found) > 1 else found["version"]
-
-
-def _failed_import(name: str, error: str) -> str:
-    version = version_of(name)
-    if version is None:
-        return "not installed" if "No module named" in error else f"error: {error}"
-    return f"error: {version} is installed, but cannot be imported: {error}"
+    return json.loads(output.splitlines()[-1])
 
 
 def _driver() -> list[str] | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.cli.common.arguments import PATH
 from automodel_ckpt.cli.common.checkpoint_rows import (
     Row,
@@ -23,7 +24,7 @@ from automodel_ckpt.cli.common.checkpoint_rows import (
 from automodel_ckpt.cli.common.paths import run_directory, runs_below
 from automodel_ckpt.cli.common.terminal import (
     age_text,
-    coloured,
+    colored,
     fitted,
     print_document,
     printable,
@@ -80,15 +81,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _print(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
     cells = [_TITLES, *map(_cells, rows)]
     head, *lines = fitted(cells, range(1, 7), _DROPPED_FIRST)
-    coloured_lines = [coloured(head, "bold", sys.stdout)]
+    colored_lines = [colored(head, "bold", sys.stdout)]
     for row, line in zip(rows, lines, strict=True):
         is_usable = (row.complete or row.foreign) and not row.damaged
-        coloured_lines.append(line if is_usable else coloured(line, "red", sys.stdout))
-    return print_document(arguments, [asdict(row) for row in rows], coloured_lines)
+        colored_lines.append(line if is_usable else colored(line, "red", sys.stdout))
+    return print_document(arguments, [asdict(row) for row in rows], colored_lines)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    from automodel_ckpt.checkpoint.files import layout
 
     if row.damaged:
         complete = "damaged"
@@ -114,7 +114,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _print_runs(rows: Sequence[RunRow], arguments: argparse.Namespace) -> int:
     cells = [_RUN_TITLES, *map(_run_cells, rows)]
     head, *lines = fitted(cells, (1, *range(3, 8)), _RUN_DROPPED_FIRST)
-    head = coloured(head, "bold", sys.stdout)
+    head = colored(head, "bold", sys.stdout)
     return print_document(arguments, [asdict(row) for row in rows], [head, *lines])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from automodel_ckpt.checkpoint.run import maintenance
 from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.common.terminal import print_document, printable
 
@@ -15,7 +16,6 @@ USAGE_UNPIN = f"Remove a pin.\n\n{_PATH}"
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt pin`` or ``ckpt unpin``. Raises :class:`CheckpointUnusable` if the checkpoint does not exist."""
-    from automodel_ckpt.checkpoint.run import maintenance
 
     path = Path(arguments.path)
     is_pin = arguments.command == "pin"

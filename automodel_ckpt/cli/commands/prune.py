@@ -7,11 +7,15 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.base.units import duration
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.run import maintenance, resume
+from automodel_ckpt.checkpoint.run.policy import KeepPolicy, metric_of
 from automodel_ckpt.cli.common.arguments import (
     RUN,
     option_flag,
@@ -24,7 +28,6 @@ from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.remote.retention import IncompleteUpload
-    from automodel_ckpt.checkpoint.run.policy import KeepPolicy
 
 _METRIC = "val_loss"
 _MIN_HOURS = 24
@@ -64,8 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises :class:`RecipeError` if no option selects what to keep or no checkpoint has the metric,
     :class:`CheckpointUnusable` if there is no run, and an error of the lease if a live run uses the directory.
     """
-    from automodel_ckpt.checkpoint.parts.manifest import Manifest
-    from automodel_ckpt.checkpoint.run import maintenance, resume
     from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT, Lease
 
     if is_url(arguments.path):
@@ -88,21 +89,24 @@ def run(arguments: argparse.Namespace) -> int:
     policy = _policy(arguments)
     steps = {record.step for record in resume.records(run, "")}
     _check_selection(arguments, steps, resume.validated_losses(run))
+    removable = partial(
+        maintenance.removable,
+        run,
+        policy,
+        metric_key=_metric(arguments),
+        superseded=arguments.superseded,
+    )
     if arguments.dry_run:
-        freed = _removable(arguments, run, policy)
-        if arguments.drop_optimizer:
-            manifests = {name: Manifest.read(run / name) for name in freed}
-            freed = {
-                name: manifest.nbytes - maintenance.without_optimizer(manifest).nbytes
-                for name, manifest in manifests.items()
-            }
+        freed = removable()
+        for name in freed if arguments.drop_optimizer else ():
+            manifest = Manifest.read(run / name)
+            freed[name] = manifest.nbytes - maintenance.without_optimizer(manifest).nbytes
     else:
         # Select under the lease: a live run, or another prune, changes the set of checkpoints.
         lease = Lease(run, hint=COMMAND_HINT)
         try:
             maintenance.recover(run)
-            removable = _removable(arguments, run, policy)
-            freed = _remove(arguments, run, removable, lease.check)
+            freed = _remove(arguments, run, removable(), lease.check)
         finally:
             lease.release()
     if arguments.drop_optimizer:
@@ -163,7 +167,6 @@ def _reason_to_keep(upload: IncompleteUpload, arguments: argparse.Namespace) -> 
 
 
 def _policy(arguments: argparse.Namespace) -> KeepPolicy:
-    from automodel_ckpt.checkpoint.run.policy import KeepPolicy
 
     selects = arguments.superseded or arguments.incomplete
     if arguments.keep_last is None and not selects:
@@ -200,7 +203,6 @@ def _check_selection(
 
     *known* are the steps of the complete checkpoints, and *losses* the values of those that were validated.
     """
-    from automodel_ckpt.checkpoint.run.policy import metric_of
 
     missing = sorted(set(arguments.keep_steps or ()) - known)
     if missing:
@@ -223,15 +225,6 @@ def _check_selection(
         )
 
 
-def _removable(arguments: argparse.Namespace, run: Path, policy: KeepPolicy) -> dict[str, int]:
-    """Map the name of each checkpoint that may be removed to its size in bytes."""
-    from automodel_ckpt.checkpoint.run import maintenance
-
-    return maintenance.removable(
-        run, policy, metric_key=_metric(arguments), superseded=arguments.superseded
-    )
-
-
 def _remove(
     arguments: argparse.Namespace,
     run: Path,
@@ -239,17 +232,15 @@ def _remove(
     check_lease: Callable[[], None],
 ) -> dict[str, int]:
     """Remove checkpoints or their optimizer state; map each name to the number of bytes that were freed."""
-    from automodel_ckpt.checkpoint.run import maintenance
 
+    if not arguments.drop_optimizer:
+        removed = maintenance.remove(run, removable, check_lease=check_lease)
+        return {name: removable[name] for name in removed}
     freed = {}
-    if arguments.drop_optimizer:
-        for name in removable:
-            # Removing takes long: a suspended process may have lost the lease meanwhile.
-            check_lease()
-            freed[name] = maintenance.drop_optimizer(run, name)
-        return freed
-    for name in maintenance.remove(run, removable, check_lease=check_lease):
-        freed[name] = removable[name]
+    for name in removable:
+        # Removing takes long: a suspended process may have lost the lease meanwhile.
+        check_lease()
+        freed[name] = maintenance.drop_optimizer(run, name)
     return freed
 
 

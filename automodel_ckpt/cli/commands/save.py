@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from automodel_ckpt.base.store_url import is_store_url, public
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.cli.common.arguments import RUN
 from automodel_ckpt.cli.common.paths import run_with_logs
 from automodel_ckpt.cli.common.terminal import print_document, print_error, printable
@@ -21,7 +22,6 @@ Make a running ckpt-train save at its next step, and print the path of the publi
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt save``. Raises :class:`RecipeError` if no job runs there, and SaveFailed if it does not save."""
-    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.run.save_request import request_save
 
     if is_store_url(arguments.path):

@@ -8,10 +8,14 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.base.units import counted, values_text
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.parts.verify import verify
+from automodel_ckpt.checkpoint.run.notes import recall_losses
 from automodel_ckpt.cli.common import external_checkpoints
 from automodel_ckpt.cli.common.arguments import PATH
 from automodel_ckpt.cli.common.checkpoint_tables import (
@@ -27,16 +31,14 @@ from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate_one, reject_url, sparse_copy
 from automodel_ckpt.cli.common.terminal import (
     age_facts,
-    coloured,
+    colored,
     print_document,
     print_error,
     printable,
     size_text,
 )
+from automodel_ckpt.config.help.changes import saved_recipe
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, describe
-
-if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
 
 _WIDTH = 78
 USAGE = f"""
@@ -52,7 +54,6 @@ only in numbers are grouped. The exit code is 3 if a part cannot be read.
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt show``. The exit code is 3 if files cannot be read, or if ``--stats`` finds a damaged tensor."""
-    from automodel_ckpt.checkpoint.parts.manifest import Manifest
 
     if is_url(arguments.path):
         return _show_remote(arguments)
@@ -81,11 +82,7 @@ def _show_remote(arguments: argparse.Namespace) -> int:
 
 def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
     """Return the document of ``ckpt show --json`` for a checkpoint of this program."""
-    from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.parts.verify import verify
-    from automodel_ckpt.checkpoint.run.notes import recall_losses
     from automodel_ckpt.checkpoint.state.display import plain_state
-    from automodel_ckpt.config.help.changes import saved_recipe
 
     problems = verify(path, manifest, "size") if stats else []
     if problems:
@@ -137,11 +134,11 @@ def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
     With *everything*, lists all tensors and files, the recipe and the environment.
     """
     is_external = document.get("foreign", False)
-    yield coloured(printable(document["path"]), "bold", sys.stdout)
+    yield colored(printable(document["path"]), "bold", sys.stdout)
     facts = [f"{key} {document[key]}" for key in ("step", "epoch") if document[key] is not None]
     kind = ""
     if is_external:
-        yield coloured(document["note"], "yellow", sys.stdout)
+        yield colored(document["note"], "yellow", sys.stdout)
         kind = f"{printable(document['kind'])}; "
     else:
         facts.append(counted(document["world_size"], "rank"))

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             "the run has no log to upload",
             where=str(run / layout.TRAINING_LOG),
             value="no such file",
-            hint="use the directory of a run that was trained here",
+            hint="use the directory of a run, the checkpoint.checkpoint_dir of its recipe",
         )
     if importlib.util.find_spec(arguments.to) is None:
         raise RecipeError(

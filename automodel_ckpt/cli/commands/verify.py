@@ -10,11 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.notes import note_verifications
 from automodel_ckpt.cli.common.arguments import PATH
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate, remote_problems
 from automodel_ckpt.cli.common.terminal import (
-    coloured,
+    colored,
     print_document,
     printable,
     printable_lines,
@@ -40,9 +45,6 @@ Verify the digest of every file of a checkpoint and its exports, or of all check
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt verify`` and print every problem. The exit code is 3 if there is one."""
-    from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.run import resume
-    from automodel_ckpt.checkpoint.run.notes import note_verifications
 
     if is_url(arguments.path):
         return _verify_remote(arguments)
@@ -92,11 +94,11 @@ def _report(
 
 def _verdict(problems: Sequence[Problem]) -> str:
     if not problems:
-        return coloured("ok", "green", sys.stdout)
+        return colored("ok", "green", sys.stdout)
     what = problems[0].what
     if what in _VERDICTS:
-        return coloured(_VERDICTS[what], "yellow", sys.stdout)
-    return coloured("damaged", "red", sys.stdout)
+        return colored(_VERDICTS[what], "yellow", sys.stdout)
+    return colored("damaged", "red", sys.stdout)
 
 
 def _verify_remote(arguments: argparse.Namespace) -> int:
@@ -108,7 +110,7 @@ def _verify_remote(arguments: argparse.Namespace) -> int:
             "no complete checkpoint found",
             where=str(run.store),
             value="",
-            hint="check the URL; `ckpt ls URL` also lists incomplete checkpoints",
+            hint="check the URL",
         )
     results: list[Result] = []
     removed: list[Path] = []
@@ -136,9 +138,6 @@ def _verify_remote(arguments: argparse.Namespace) -> int:
 def _verified(checkpoint: Path, arguments: argparse.Namespace) -> list[Result]:
     """Return the problems of *checkpoint*, and of the exports in it. An export may also be verified alone."""
     from automodel_ckpt.checkpoint.export.export_manifest import export_problems, exports_in
-    from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.parts.manifest import Manifest
-    from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
     from automodel_ckpt.cli.common.external_checkpoints import is_external
 
     try:

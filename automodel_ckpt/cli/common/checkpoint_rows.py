@@ -7,18 +7,19 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.layout import CheckpointName
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Summary
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.links import pinned_names
+from automodel_ckpt.checkpoint.run.notes import Verification, recall_losses, recall_verifications
 from automodel_ckpt.cli.common import external_checkpoints
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
 from automodel_ckpt.cli.common.remote import in_parallel, locate
 from automodel_ckpt.errors import CheckpointUnusable
-
-if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.files.layout import CheckpointName
-    from automodel_ckpt.checkpoint.parts.manifest import Summary
-    from automodel_ckpt.checkpoint.run.notes import Verification
-
 
 _SUPERSEDED = "superseded: the run was resumed from an earlier step"
 
@@ -71,8 +72,6 @@ class RunRow:
 
 def rows_of(run: Path) -> list[Row]:
     """Return a row for each directory of a run that is, or looks like, a checkpoint; oldest first."""
-    from automodel_ckpt.checkpoint.run import resume
-    from automodel_ckpt.checkpoint.run.notes import recall_verifications
 
     pointers = _pointers(run)
     notes = recall_verifications(run)
@@ -99,7 +98,6 @@ def remote_rows(url: str) -> list[Row]:
 
     Raises :class:`CheckpointUnusable` if there is none.
     """
-    from automodel_ckpt.checkpoint.files import layout
 
     run, only = locate(url)
     pointers = _by_target((pointer, run.pointed(pointer)) for pointer in layout.POINTERS)
@@ -125,7 +123,6 @@ def remote_rows(url: str) -> list[Row]:
 
 def single_row(path: Path) -> Row:
     """Return the row of one checkpoint, with the pointers and verification results of its run."""
-    from automodel_ckpt.checkpoint.run.notes import recall_verifications
 
     checkpoint = whole_checkpoint(path)
     run = checkpoint.parent
@@ -198,8 +195,6 @@ def row_of(
 
     *pointers* and *notes* map the names of the run's checkpoints to their pointers and verification results.
     """
-    from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.parts.manifest import Summary
 
     name = path.name
     pointers_here = tuple(pointers.get(name, ()))
@@ -228,8 +223,6 @@ def _summary_row(
     path: Path, summary: Summary, pointers: tuple[str, ...], note: Verification | None
 ) -> Row:
     """Return the row of a checkpoint with a readable manifest."""
-    from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.run.notes import recall_losses
 
     is_damaged = note is not None and not note.ok
     reasons = {
@@ -260,7 +253,6 @@ def _summary_row(
 def _row_without_manifest(
     path: Path, step: int | None, epoch: int | None, pointers: tuple[str, ...]
 ) -> Row:
-    from automodel_ckpt.checkpoint.files import layout
 
     fields = external_checkpoints.row_fields(path)
     if fields is None:
@@ -290,7 +282,6 @@ def _position(name: str) -> tuple[int | None, int | None]:
 
     Returns None when it has none.
     """
-    from automodel_ckpt.checkpoint.files import layout
 
     parsed = layout.parse_checkpoint_name(layout.staged_name(name) or name)
     return (parsed.step, parsed.epoch) if parsed else (None, None)
@@ -298,9 +289,6 @@ def _position(name: str) -> tuple[int | None, int | None]:
 
 def _pointers(run: Path) -> dict[str, list[str]]:
     """Map the name of each checkpoint to the pointers to it, and ``pinned``."""
-    from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.parts import commit
-    from automodel_ckpt.checkpoint.run.links import pinned_names
 
     links = [(pointer, commit.pointed(run, pointer)) for pointer in layout.POINTERS]
     return _by_target([*links, *(("pinned", name) for name in pinned_names(run))])
@@ -316,7 +304,6 @@ def _by_target(links: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
-    from automodel_ckpt.checkpoint.files import layout
 
     name = path.name
     if layout.parse_checkpoint_name(name) or layout.is_superseded(name) or layout.is_staging(name):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.terminal import (
-    coloured,
+    colored,
     printable,
     problem_from_json,
     problem_json,
@@ -64,7 +64,7 @@ def section(title: str, content: Iterable[str]) -> Iterator[str]:
     if not lines:
         return
     yield ""
-    yield coloured(printable(title), "bold", sys.stdout)
+    yield colored(printable(title), "bold", sys.stdout)
     for line in lines:
         yield "  " + printable(line)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.cli.common.checkpoint_tables import statistics
 from automodel_ckpt.cli.common.terminal import problem_json
 
@@ -75,7 +76,6 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
 
     With *stats*, reads the tensors and adds their statistics.
     """
-    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.convert.imports import external
 
     found = external.read_external(path)

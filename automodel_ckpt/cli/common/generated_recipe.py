@@ -80,7 +80,11 @@ def generated_recipe(line: CommandLine) -> GeneratedRecipe | None:
     recipe = _recipe(model, data, f"checkpoints/{name}", with_lora="lora" in flags)
     text = "".join(f"{text}\n" for text, _ in lines(node_of(recipe)))
     found = GeneratedRecipe(Path(f"{name}.yaml"), text)
-    if found.path.exists() and found.path.read_bytes() != text.encode():
+    try:
+        is_other = found.path.exists() and found.path.read_bytes() != text.encode()
+    except OSError:  # such as a directory
+        is_other = True
+    if is_other:
         raise RecipeError(
             "a recipe with other content exists",
             where=str(found.path),

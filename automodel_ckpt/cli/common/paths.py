@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.cli.common.terminal import print_error
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
 
@@ -55,7 +56,6 @@ def run_around(path: Path) -> Path | None:
 
     Returns None when there is none, or when *path* does not exist.
     """
-    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.run import resume
 
     # `ckpt prune MISSPELLED` must not find the run next to it. A pointer may be a link without a target.
@@ -78,7 +78,6 @@ def run_with_logs(path: Path) -> Path:
 
     Raises :class:`CheckpointUnusable` if *path* does not exist, or is a link to nothing.
     """
-    from automodel_ckpt.checkpoint.files import layout
 
     # Before the check of the link: LATEST is in a run also if its target is gone.
     run = run_around(path)
@@ -133,7 +132,6 @@ def local_model(path: str) -> Path | None:
 
     Raises :class:`CheckpointUnusable` if nothing exists there.
     """
-    from automodel_ckpt.checkpoint.files import layout
 
     local = Path(path).expanduser()
     if os.path.lexists(local):
@@ -164,7 +162,6 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _found_checkpoint(path: Path) -> Path:
-    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.parts import commit
 
     is_pointer_link = path.name in layout.POINTERS and path.is_symlink()
@@ -191,7 +188,6 @@ def whole_checkpoint(path: Path) -> Path:
 
     Raises :class:`CheckpointUnusable` if nothing is found, or if the directory is in no known format.
     """
-    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.convert.formats.registry import detect, formats_in
 
     found = find_checkpoint(path)
@@ -228,7 +224,6 @@ def _external_file(path: Path) -> Path:
 
 def _resolved(path: Path) -> Path:
     """Return the absolute path without links. A checkpoint that was moved elsewhere keeps its path in its run."""
-    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.run.resume import is_moved
 
     if layout.parse_checkpoint_name(path.name) and is_moved(path):

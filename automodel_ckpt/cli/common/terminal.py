@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TextIO
 from unicodedata import category, east_asian_width
 
-from automodel_ckpt.base.terminal_text import coloured, for_terminal
+from automodel_ckpt.base.terminal_text import colored, for_terminal
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.errors import (
     EXIT_DONE,
@@ -27,7 +27,7 @@ from automodel_ckpt.errors import (
     without_hidden,
 )
 
-__all__ = ["coloured", "printable", "size_text"]
+__all__ = ["colored", "printable", "size_text"]
 
 _COMBINING = ("Mn", "Me")
 """Unicode categories of marks that are printed over the character before."""

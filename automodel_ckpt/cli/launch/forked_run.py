@@ -44,7 +44,8 @@ from automodel_ckpt.cli.launch.recipe_import import (
 )
 from automodel_ckpt.cli.launch.rendezvous_flags import Rendezvous
 from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
-from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass, keep_memory, run_rank
+from automodel_ckpt.cli.launch.worker import RecipeClass, keep_memory, run_rank
+from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import (
     EXIT_DONE,
@@ -61,7 +62,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def launched_rank(
-    loaded: Loaded, recipe_class: RecipeClass, failure_dir: FailureDirectory, launcher: int
+    loaded: LoadedRecipe, recipe_class: RecipeClass, failure_dir: FailureDirectory, launcher: int
 ) -> NoReturn:
     """Run a rank that our launcher (process id *launcher*) forked, and exit with its code."""
     _die_with(launcher)
@@ -119,8 +120,7 @@ def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> 
         with stop_request().interrupting():
             loaded, recipe_class = import_before_forks(prepare)
         torch = importlib.import_module("torch")
-        section = getattr(loaded.config, "distributed", None)
-        on_gpu = getattr(section, "backend", None) != "gloo"
+        on_gpu = loaded.config.distributed.backend != "gloo"
         with without_initializing_cuda():
             num_gpus = torch.cuda.device_count()
         num_ranks = count_ranks(flags.nproc_per_node, num_gpus, on_gpu=on_gpu)
@@ -154,7 +154,7 @@ def _run_agent(
     rendezvous: Rendezvous,
     num_ranks: int,
     max_restarts: int,
-    arguments: tuple[Loaded, Any, FailureDirectory, int],
+    arguments: tuple[LoadedRecipe, Any, FailureDirectory, int],
     signals: SignalForwarder,
 ) -> int:
     """Run the ranks with torch's elastic agent, and return the exit code of the run.

@@ -31,13 +31,14 @@ from automodel_ckpt.cli.launch.started_ranks import (
     slurm_environment,
     started_by,
 )
-from automodel_ckpt.cli.launch.worker import Loaded, keep_memory, run_rank
+from automodel_ckpt.cli.launch.worker import keep_memory, run_rank
+from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.logs.start_time import note_process_start
-from automodel_ckpt.parallel.ranks.stop import SIGNALS, StoppedWaiting, stop_request
+from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, stop_request
 
 
-def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
+def launch(loaded: LoadedRecipe, flags: LaunchFlags, prepare: Prepare) -> int:
     """Run a loaded recipe with the ranks that the flags and the environment describe; return the exit code.
 
     Raises nothing: a failure is printed once, as the last output. *prepare* imports what the ranks need and returns the
@@ -47,7 +48,7 @@ def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
         return _launch(loaded, flags, prepare)
 
 
-def _launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
+def _launch(loaded: LoadedRecipe, flags: LaunchFlags, prepare: Prepare) -> int:
     try:
         request = stop_request()
         # A program may call main() several times. Otherwise, ranks would ignore signals after a finished run.
@@ -79,13 +80,9 @@ def _launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
         return record.code
 
 
-def stop_signals(loaded: Loaded) -> Sequence[signal.Signals]:
-    """Return the signals that stop the run: the recipe's signals, or the defaults if it has no such key.
-
-    SIGHUP is left out if this process ignores it, because nohup started it.
-    """
-    section = getattr(loaded.config, "step_scheduler", None)
-    numbers: Sequence[signal.Signals] = getattr(section, "stop_signal_numbers", SIGNALS)
+def stop_signals(loaded: LoadedRecipe) -> Sequence[signal.Signals]:
+    """Return the signals that stop the run; without SIGHUP if this process ignores it, because nohup started it."""
+    numbers: Sequence[signal.Signals] = loaded.config.step_scheduler.stop_signal_numbers
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         return [number for number in numbers if number != signal.SIGHUP]
     return list(numbers)

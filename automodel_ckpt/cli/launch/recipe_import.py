@@ -13,11 +13,12 @@ from typing import Any
 
 from automodel_ckpt.base.python_child import freeze_in_forked_processes
 from automodel_ckpt.cli.launch.node_resources import set_allocator
-from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
+from automodel_ckpt.cli.launch.worker import RecipeClass
+from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.errors import RecipeError
 
 NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
-Prepare = Callable[[], tuple[Loaded, RecipeClass]]
+Prepare = Callable[[], tuple[LoadedRecipe, RecipeClass]]
 """Imports what the ranks need, and returns the checked recipe and its class."""
 
 
@@ -37,7 +38,7 @@ def configure_torch(environment: MutableMapping[str, str]) -> None:
         logger.addHandler(logging.NullHandler())
 
 
-def import_recipe(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
+def import_recipe(prepare: Prepare) -> tuple[LoadedRecipe, RecipeClass]:
     """Call *prepare* without garbage collection, which would traverse the objects of the modules again and again.
 
     These objects live as long as the process. Freezing them also keeps a collection in a rank from copying the memory
@@ -51,7 +52,7 @@ def import_recipe(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
         gc.enable()
 
 
-def import_before_forks(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
+def import_before_forks(prepare: Prepare) -> tuple[LoadedRecipe, RecipeClass]:
     """Import the recipe's code in a process that forks ranks, and return the recipe and its class.
 
     Code that reads the properties of a GPU when it is imported, such as bitsandbytes and torchao, does not initialize
@@ -59,7 +60,7 @@ def import_before_forks(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
     """
     from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 
-    def prepare_without_cuda() -> tuple[Loaded, RecipeClass]:
+    def prepare_without_cuda() -> tuple[LoadedRecipe, RecipeClass]:
         with without_initializing_cuda():
             return prepare()
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from automodel_ckpt.base.user_code import reporting_user_failures
 from automodel_ckpt.checkpoint.run.lease import release_all
@@ -21,6 +21,7 @@ from automodel_ckpt.cli.launch.failures import (
     failure_text,
 )
 from automodel_ckpt.cli.launch.process import exit_now, print_message, this_rank, world_size
+from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.tree.urls import with_local_directory
 from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED, AutomodelError, RecipeError, Stopped
 from automodel_ckpt.logs.progress import Progress
@@ -49,16 +50,8 @@ class Recipe(Protocol):
 RecipeClass = Callable[..., Recipe]
 
 
-class Loaded(Protocol):
-    """The interface of a loaded recipe file."""
-
-    @property
-    def config(self) -> Any: ...
-    def to_yaml(self) -> str: ...
-
-
 def run_rank(
-    loaded: Loaded,
+    loaded: LoadedRecipe,
     recipe_class: RecipeClass,
     on_failure: Callable[[FailureRecord], None],
     exit_stopped: int = EXIT_STOPPED,
@@ -83,8 +76,8 @@ def run_rank(
         let_gloo_be_found(os.environ)
         with stop.before_training(leave), reporting_user_failures(RecipeError):
             recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
-            recipe.origins = getattr(loaded, "origins", {})
-            recipe.overridden = frozenset(getattr(loaded, "overridden", ()))
+            recipe.origins = loaded.origins
+            recipe.overridden = frozenset(loaded.overridden)
             recipe.setup()
         is_training = True
         with reporting_user_failures(AutomodelError):
@@ -104,10 +97,10 @@ def run_rank(
             stop.finished = True
         progress = getattr(getattr(recipe, "run_log", None), "progress", None)
         if isinstance(progress, Progress):
-            # The error begins on a new line.
+            # The error begins on a new line. The live line stays as the last sign of the run, unless it saved its step.
             record = replace(record, follows_log=True)
             with contextlib.suppress(Exception):
-                progress.break_off()
+                (progress.close if stop.finished else progress.break_off)()
         on_failure(record)
         text = failure_text(record, several_ranks=world_size() > 1)
         _run_with_time_limit(lambda: _log_failure(recipe, text))
@@ -164,14 +157,14 @@ def _leave_process_groups() -> None:
 # ---------------------------------------------------------------- checkpoints in memory, after a failure
 
 
-def keep_memory(loaded: Loaded, code: int, *, by_rank: bool = False) -> None:
+def keep_memory(loaded: LoadedRecipe, code: int, *, by_rank: bool = False) -> None:
     """Copy the newest memory checkpoint to the run directory, and free the memory. All ranks have ended with *code*.
 
     A run that is done, or stopped after a save, has removed its memory checkpoints. After a second signal, they are
     removed without a copy. With *by_rank*, this process is a rank. Raises nothing: a failure is printed, and the memory
     is kept for the next start.
     """
-    section = getattr(getattr(loaded.config, "checkpoint", None), "memory", None)
+    section = loaded.config.checkpoint.memory
     if section is None or code in (EXIT_DONE, EXIT_STOPPED):
         return
     run = Path(with_local_directory(loaded.config).checkpoint.checkpoint_dir)

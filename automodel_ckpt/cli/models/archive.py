@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.cli.common.arguments import WHERE, number_at_least
 from automodel_ckpt.cli.common.paths import find_checkpoint, run_directory
 from automodel_ckpt.cli.common.terminal import print_document, print_path, printable, size_text
@@ -56,7 +57,6 @@ TYPES = {"--level": number_at_least(1, 19)}
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt archive``."""
-    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.convert.checkpoint_archive import archive
     from automodel_ckpt.convert.publishing import check_file_target
 

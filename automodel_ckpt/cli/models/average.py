@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files.layout import CheckpointName
 from automodel_ckpt.cli.common.arguments import CHECKPOINT_NAME
 from automodel_ckpt.cli.common.terminal import size_text, table
 from automodel_ckpt.cli.models.import_ import finish, side_files_text, start_from
@@ -48,7 +49,6 @@ TYPES = {"--weights": _numbers, "--ema": float}
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt average``: print what will be averaged, then average it."""
-    from automodel_ckpt.checkpoint.files.layout import CheckpointName
     from automodel_ckpt.convert.merging.average import prepare
 
     name = None

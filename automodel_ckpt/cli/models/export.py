@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.cli.common.arguments import WHERE, without_effect
 from automodel_ckpt.cli.common.paths import find_checkpoint
 from automodel_ckpt.cli.targets.table import (
@@ -48,7 +50,6 @@ path DIR        | {WHERE}, its model/ directory, or a directory of shards withou
 
 def run(arguments: argparse.Namespace) -> int:
     """Run either command. The path of the export is the only line on standard output."""
-    from automodel_ckpt.checkpoint.files import layout
 
     target = _TARGETS[getattr(arguments, "to", "hf")]
     if (flag := unused_option(arguments, target)) is not None:
@@ -80,7 +81,6 @@ def _check_external(source: Path, target: str) -> None:
     Checkpoints of this program list their tensors. ``hf`` checks adapters itself: ``--merge`` accepts other ones.
     """
     from automodel_ckpt.checkpoint.export.consolidate import adapter_of_another_program
-    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.cli.common.model_parameters import compare_names
     from automodel_ckpt.convert.open import open_source
 
@@ -109,8 +109,6 @@ def _average_in(source: Path) -> Path:
 
     Raises :class:`CheckpointUnusable` if there is none.
     """
-    from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.checkpoint.sources.source import is_average
 
     checkpoint = source if os.path.lexists(source / layout.MANIFEST) else source.parent

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.paths import local_model
-from automodel_ckpt.cli.common.terminal import coloured, json_text, print_error, printable_lines
+from automodel_ckpt.cli.common.terminal import colored, json_text, print_error, printable_lines
 from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
@@ -109,7 +109,7 @@ def _prompt(text: str) -> str:
             "the prompt is not valid UTF-8",
             where="--prompt",
             value=str(error),
-            hint="convert it, for example with iconv",
+            hint="convert it to UTF-8, for example with iconv",
         ) from error
     return prompt
 
@@ -287,7 +287,7 @@ def _next_line() -> str | None:
         # It adds a history and editing to input().
         import readline  # noqa: F401
     sys.stdout.flush()
-    prompt = coloured("> ", "bold", sys.stdout) if sys.stdin.isatty() else ""
+    prompt = colored("> ", "bold", sys.stdout) if sys.stdin.isatty() else ""
     try:
         return input(prompt).strip()
     except (EOFError, KeyboardInterrupt):

@@ -14,7 +14,7 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.adapter_models import adapter_builder
 from automodel_ckpt.cli.common.arguments import CHECKPOINT_NAME
 from automodel_ckpt.cli.common.model_parameters import compare_names, parameters_in
-from automodel_ckpt.cli.common.terminal import coloured, print_path, printable, size_text, table
+from automodel_ckpt.cli.common.terminal import colored, print_path, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def finish(
 
     if not arguments.json:
         title, *rows = map(printable, lines)
-        print("\n".join([coloured(title, "bold", sys.stdout), *rows]))
+        print("\n".join([colored(title, "bold", sys.stdout), *rows]))
     if not arguments.dry_run:
         write_checkpoint(planned)
     if arguments.json:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.cli.common.paths import download_directory, find_checkpoint
 from automodel_ckpt.cli.common.remote import locate, locate_one
 from automodel_ckpt.cli.common.terminal import print_document, printable, size_text
@@ -43,7 +44,6 @@ directory ? DIR | run directory, or directory of the model (default: the last na
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt push``. Raises :class:`CheckpointUnusable` for a damaged checkpoint, StoreError if the store fails."""
-    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
     from automodel_ckpt.checkpoint.store.transfer import Throttle
     from automodel_ckpt.hub.repository import is_hub
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             "only checkpoints of this program can be pushed",
             where=str(checkpoint),
             value=checkpoint.name,
-            hint="specify epoch_E_step_S of a run; `ckpt import` converts those of other programs",
+            hint="name a run directory or a checkpoint; `ckpt import` makes one from other files",
         )
     remote, name = locate(arguments.url)
     if name is not None:
@@ -122,7 +122,7 @@ def _pull_checkpoint(arguments: argparse.Namespace) -> int:
             "a checkpoint of this name exists",
             where=str(directory / name),
             value=name,
-            hint="choose another directory, or remove it",
+            hint="choose another one, or remove it",
         )
     started = time.monotonic()
     with held_run(directory, f"downloading {name}"):

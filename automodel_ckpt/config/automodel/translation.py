@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from automodel_ckpt.config.automodel import (
     adapters,
@@ -122,19 +122,6 @@ _ONLY_THEIRS = frozenset(
 """Sections of AutoModel that are no keys of this program."""
 
 
-@dataclass(frozen=True)
-class Translation:
-    """The tree of our recipe, what was decided about AutoModel's keys, and the errors."""
-
-    root: Node
-    notices: tuple[Notice, ...]
-    problems: tuple[Problem, ...]
-    unknown: tuple[Problem, ...] = ()
-    """Errors about keys that neither program has, in sections of AutoModel. The recipe is complete without them."""
-    known: frozenset[str] = frozenset()
-    """Dotted keys of AutoModel, which hints about misspelled keys suggest."""
-
-
 def class_name(root: Node) -> str | None:
     """Return the name of AutoModel's recipe class in a file. Returns None when the file is a recipe of this program."""
     node = root.at("recipe._target_") or root.at("recipe")
@@ -171,7 +158,7 @@ def _builds_seq2seq(target: Node | None) -> bool:
     return found is not None and found["task"] == "Seq2SeqLM"
 
 
-def translate(root: Node) -> Translation | None:
+def translate(root: Node) -> Work | None:
     """Translate a tree with overrides applied. *root* is not modified.
 
     Returns None when it is not a recipe of AutoModel.
@@ -179,7 +166,7 @@ def translate(root: Node) -> Translation | None:
     name = class_name(root)
     problem = _rejected_file(root, name)
     if problem is not None:
-        return Translation(root, (), (problem,))
+        return Work(root, "", result=root, problems=[problem])
     if name is None:
         return None
     source = root.copy()
@@ -199,13 +186,7 @@ def translate(root: Node) -> Translation | None:
         else:
             translate_section(work.section(path))
     _keep_the_rest(work, source, original, "")
-    return Translation(
-        work.result,
-        tuple(work.notices),
-        tuple(work.problems),
-        tuple(work.unknown),
-        frozenset(work.known),
-    )
+    return work
 
 
 def _rename_references(node: Node) -> None:
@@ -255,9 +236,6 @@ def _reject_the_rest(work: Work, node: Node, key: str) -> None:
         hint = f"did you mean {join(section, meant)}?" if meant else f"remove it; {GUIDE}"
         problem = Problem(f"unknown key {key}", node.origin, str(node), hint)
         work.unknown.append(problem)
-
-
-__all__ = ["Notice", "Translation", "class_name", "translate"]
 
 
 # ---------------------------------------------------------------- --convert-recipe

@@ -31,10 +31,10 @@ from automodel_ckpt.config.tree.rules import MISSING
 from automodel_ckpt.errors import RecipeError
 
 USAGE = """\
-usage: ckpt-train RECIPE.yaml [--dotted.key VALUE | --dotted.key=VALUE ...] [flags]
-       ckpt-train --model MODEL --data DATA [--lora] [--dotted.key VALUE ...] [flags]
+usage: ckpt-train RECIPE.yaml [--dotted.key VALUE ...] [flags]
+       ckpt-train --model MODEL --data DATA [--lora] [--dotted.key ...] [flags]
 
-Fine-tunes a Hugging Face model and saves checkpoints. The same command resumes the run.
+Fine-tunes Hugging Face models with checkpoints. The same command resumes a run.
 """
 VALUES = """\
 Flags, recipe and overrides can be given in any order. Later overrides take precedence.
@@ -91,15 +91,14 @@ _USUAL_FLAGS = """
 """
 _USUAL_KEYS = """
 recipe model.from_pretrained model.activation_checkpointing peft.r peft.target_modules
-dataset._target_ dataset.path dataset.seq_length validation_dataset.path packed_sequence.size
+dataset._target_ dataset.path dataset.seq_length validation_dataset packed_sequence.size
 optimizer.lr lr_scheduler.name lr_scheduler.warmup_ratio
 step_scheduler.global_batch_size step_scheduler.local_batch_size step_scheduler.num_epochs step_scheduler.max_steps
 step_scheduler.ckpt_every_steps checkpoint.checkpoint_dir checkpoint.keep_last
 """
-_DATA = ("dataset", "validation_dataset")
 _MORE = """\
-ckpt-train --help TOPIC describes a section, key or builder, such as optimizer or dataset.messages
-ckpt-train --help all describes everything
+ckpt-train --help TOPIC: a section, key or builder, such as dataset.messages
+ckpt-train --help all: everything
 """
 EXIT_CODES = """\
 exit codes:
@@ -254,16 +253,14 @@ def help_text() -> str:
     ]
     known = {name: (values, text) for name, text, values in _keys(RecipeConfig, "")}
     for each in builder_help(f"{PACKAGE}data.chat.messages").arguments:
-        known |= {f"{name}.{each.name}": (_of_argument(each), each.text) for name in _DATA}
+        known[f"dataset.{each.name}"] = _of_argument(each), each.text
     keys = []
     for key in _USUAL_KEYS.split():
         values, text = known.get(key) or known[key.rpartition(".")[0]]
-        kind, _, default = values[1:-1].partition("; ")
-        kind = _cut(kind.removeprefix("a ").removesuffix(" or null"), 20)
-        kind += f" ({default.removeprefix('default ')})"
+        default = values[1:-1].rpartition("; ")[2].removeprefix("default ")
         brief = re.split("[;:.] ", text)[0].rstrip(".")
-        keys.append((key, f"{kind:28}  {brief[0].upper()}{brief[1:]}"))
-    keys_title = "\nkeys that people set, with type and default:"
+        keys.append((key, f"{default:12}  {brief[0].upper()}{brief[1:]}"))
+    keys_title = "\nkeys that people set, with their defaults:"
     parts = [USAGE, "flags:", *_in_columns(usual), keys_title, *_in_columns(keys), f"\n{_MORE}"]
     return "\n".join(parts)
 

@@ -218,7 +218,14 @@ def read_file(path: Path, problems: list[Problem]) -> Node | None:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"{origin}, byte {error.start}"
-        problems.append(Problem("the recipe is not UTF-8 text", where, "", "save it as UTF-8"))
+        problems.append(
+            Problem(
+                "the recipe is not UTF-8 text",
+                where,
+                "",
+                "convert it to UTF-8, for example with iconv",
+            )
+        )
         return None
     num_before = len(problems)
     root = read_text(text, origin, problems, lines=True)

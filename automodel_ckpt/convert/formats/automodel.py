@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.format import (
@@ -33,7 +34,6 @@ from automodel_ckpt.convert.formats.torch.dcp import (
 )
 from automodel_ckpt.convert.formats.torch.dcp_directory import DcpContent, read_content
 from automodel_ckpt.convert.formats.torch.torch_files import read_archive
-from automodel_ckpt.convert.type_aliases import ValueDict
 
 _MODEL = "model"
 _OPTIMIZER = "optim"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,17 @@ from typing import Any
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict
 from automodel_ckpt.checkpoint.parts.slices import (
     Slice,
     Tensor,
+    TensorDict,
     counts,
     row_major_boxes,
     shape_fault,
 )
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import (
     UNCHECKED,
     check_regular_files,
@@ -51,8 +54,7 @@ from automodel_ckpt.convert.formats.torch.torch_files import (
     tensor_of_view,
 )
 from automodel_ckpt.convert.formats.torch.torch_objects import Opaque, StoredView, has_tensor
-from automodel_ckpt.convert.type_aliases import Shape, TensorDict, ValueDict
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
@@ -167,13 +169,15 @@ def _rank_files(tag: Path) -> tuple[dict[int, str], dict[int, str], bool]:
             raise _divided(tag, "tensor parallelism", name)
         other = files[match[3]].setdefault(int(match[1] or 0), name)
         if other != name:
-            what = f"two files claim to be those of rank {int(match[1] or 0)}"
-            raise unusable(what, tag, f"{other}, {name}")
+            raise unusable(
+                f"two files claim to be those of rank {int(match[1] or 0)}", tag, f"{other}, {name}"
+            )
         is_partitioned |= match[3] == "model" and match[1] is not None
     model, optimizer = files["model"], files["optim"]
     if 0 not in model:
-        what = "the file of the model's states is missing"
-        raise unusable(what, tag, "no mp_rank_00_model_states.pt")
+        raise unusable(
+            "the file of the model's states is missing", tag, "no mp_rank_00_model_states.pt"
+        )
     used = [*model.values(), *optimizer.values()]
     check_regular_files(tag, used)
     return model, optimizer, is_partitioned
@@ -216,8 +220,11 @@ class _StateFile:
         """Return the mapping of names of tensors under *key*. Empty if it is None or absent."""
         found = self.value.get(key) if isinstance(self.value, dict) else None
         if not isinstance(found, dict | None) or not all(map(is_text_name, found or ())):
-            what = f"the file has no mapping {key!r} with printable names"
-            raise unusable(what, self.path, repr(found)[:200])
+            raise unusable(
+                f"the file has no mapping {key!r} with printable names",
+                self.path,
+                repr(found)[:200],
+            )
         return found or {}
 
     def flat(self, what: str, view: Any) -> Tensor:
@@ -234,7 +241,7 @@ class _StateFile:
 
     def shapes(self, mapping: Any) -> Shapes:
         """Return the names and shapes of *mapping*, such as ``param_shapes``."""
-        found: Shapes = {}
+        found = {}
         with faults_of(self.path, "the shape of a parameter is damaged"):
             for name, extents in mapping.items():
                 shape = counts(extents)
@@ -368,8 +375,9 @@ class _Model:
 
     def _groups(self, value: Any) -> list[Shapes]:
         if not isinstance(value, (list, tuple)):
-            what = "the shapes of the parameters are missing"
-            raise unusable(what, self._states.path, "param_shapes")
+            raise unusable(
+                "the shapes of the parameters are missing", self._states.path, "param_shapes"
+            )
         return [self._states.shapes(group) for group in value]
 
     def _add_partitions(self, groups: Sequence[Shapes]) -> None:
@@ -381,18 +389,17 @@ class _Model:
         for rank in ranks:
             facts = [(each.stage, each.num_ranks, len(each.parts)) for each in (rank, first)]
             if facts[0] != facts[1] or len(dtypes) > 1:
-                what = "ranks disagree on the stage of ZeRO, the number of ranks, groups, or dtypes"
-                raise unusable(what, rank.path, f"as in {first.path.name}")
+                raise unusable(
+                    "ranks disagree on the stage of ZeRO, the number of ranks, groups, or dtypes",
+                    rank.path,
+                    f"as in {first.path.name}",
+                )
         _check_ranks(self._optimizer_files, first.num_ranks, self._tag)
-        stated = self._states.value.get("dp_world_size")
-        # Ranks that share a sequence count as one there.
-        is_of_run = type(stated) is not int or (stated > 0 and first.num_ranks % stated == 0)
-        if not is_of_run or (first.stage == 3) != self._is_partitioned:
+        if (first.stage == 3) != self._is_partitioned:
             raise unusable(
-                "the files of the optimizer's and the model's states are of different numbers of ranks, "
-                "or of different stages of ZeRO",
+                "the optimizer's and the model's states are of different stages of ZeRO",
                 self._tag,
-                f"stage {first.stage} of {first.num_ranks} ranks in {first.path.name}; dp_world_size {stated}",
+                f"stage {first.stage} in {first.path.name}",
             )
         if first.stage == 3:
             # All groups follow one another in each rank's part.
@@ -400,8 +407,11 @@ class _Model:
             self._add_group(merged, [rank.parts for rank in ranks])
             return
         if len(groups) != len(first.parts):
-            what = f"the model has {len(groups)} groups of parameters, the optimizer another number"
-            raise unusable(what, first.path, len(first.parts))
+            raise unusable(
+                f"the model has {len(groups)} groups of parameters, the optimizer another number",
+                first.path,
+                len(first.parts),
+            )
         for index, shapes in enumerate(groups):
             _check_places(ranks, index)
             vector = [rank.parts[index] for rank in ranks]
@@ -428,8 +438,11 @@ class _Model:
         unit = max(1, 2 * len(self._optimizer_files) if len(vectors) == 1 else 1)
         longest = max(sum(part.shape[0] for part in vector) for vector in vectors)
         if longest >= position + unit:
-            what = "the ranks' parts do not have the size of the parameters"
-            raise unusable(what, self._tag, f"{longest} elements, not {position}")
+            raise unusable(
+                "the ranks' parts do not have the size of the parameters",
+                self._tag,
+                f"{longest} elements, not {position}",
+            )
 
     def _add_parts(self, fqn: str, shape: Shape, parts: Sequence[tuple[_StateFile, Any]]) -> None:
         """Add a parameter of which each file has a flat part, or one file a tensor of its shape."""
@@ -440,8 +453,11 @@ class _Model:
         flat = [file.flat(f"the part of the parameter {fqn!r}", view) for file, view in parts]
         share = -(-math.prod(shape) // len(flat))
         if any((each.dtype, each.shape) != (flat[0].dtype, (share,)) for each in flat):
-            what = f"the parts of the parameter {fqn!r} do not have its size, or several dtypes"
-            raise unusable(what, file.path, f"{len(flat)} parts of {list(shape)}")
+            raise unusable(
+                f"the parts of the parameter {fqn!r} do not have its size, or several dtypes",
+                file.path,
+                f"{len(flat)} parts of {list(shape)}",
+            )
         self._add_group([(fqn, shape)], [[each] for each in flat])
 
     def _add_tensor(self, tensor: Tensor) -> None:
@@ -458,8 +474,9 @@ class _Model:
         names = set(names_in(zero))
         for fqn, shape in (item for shapes in groups for item in shapes.items()):
             if fqn not in names or (zero / fqn).is_symlink():
-                what = f"the file of the parameter {fqn!r} is missing"
-                raise unusable(what, zero, "no such name")
+                raise unusable(
+                    f"the file of the parameter {fqn!r} is missing", zero, "no such name"
+                )
             file = _StateFile(self._tag, f"{_ZERO}/{fqn}/fp32.pt")
             view = file.value.get("param") if isinstance(file.value, dict) else file.value
             # Converted from ZeRO stage 3, it is flat.
@@ -491,8 +508,11 @@ class _Model:
                 # Extra state is no tensor.
                 if has_tensor(view):
                     kind = view.kind if isinstance(view, Opaque) else type(view).__name__
-                    what = "a tensor of the model is of a class that is not read"
-                    raise unusable(what, states.path, f"{fqn[:200]}: {kind}")
+                    raise unusable(
+                        "a tensor of the model is of a class that is not read",
+                        states.path,
+                        f"{fqn[:200]}: {kind}",
+                    )
                 continue
             stored = self._tensors.get(fqn)
             tied_to = self._tied.get(fqn)
@@ -500,12 +520,18 @@ class _Model:
                 # With stage 3, a parameter is empty here, and has no data in this file. A buffer may be empty.
                 is_buffer = isinstance(buffers, (list, tuple)) and fqn in buffers
                 if self._is_partitioned and not is_buffer and view.shape == (0,):
-                    what = f"the data of the parameter {fqn!r} is missing"
-                    raise unusable(what, states.path, "not in param_shapes")
+                    raise unusable(
+                        f"the data of the parameter {fqn!r} is missing",
+                        states.path,
+                        "not in param_shapes",
+                    )
                 self._add_tensor(states.tensor(fqn, view))
             elif stored is not None and not self._is_partitioned and stored.shape != view.shape:
-                what = f"the shapes of {fqn!r} in param_shapes and module are different"
-                raise unusable(what, states.path, f"{list(stored.shape)}, {list(view.shape)}")
+                raise unusable(
+                    f"the shapes of {fqn!r} in param_shapes and module are different",
+                    states.path,
+                    f"{list(stored.shape)}, {list(view.shape)}",
+                )
 
 
 def _slices(
@@ -541,17 +567,16 @@ def _check_places(ranks: Sequence[_Partition], index: int) -> None:
     ends: dict[str, int] = {}
     rank_begin = 0
     for rank in ranks:
-        groups = rank.places if isinstance(rank.places, (list, tuple)) else ()
-        group = groups[index] if index < len(groups) else None
-        for fqn, address in group.items() if isinstance(group, dict) else ():
-            place = None
-            if isinstance(address, Opaque):
-                place = counts([address.get("start"), address.get("numel")])
-            if place is None:
-                continue
-            begin = rank_begin + place[0]
-            if ends.setdefault(fqn, begin) != begin:
-                what = f"the part of {fqn!r:.200} does not continue the part of the rank before"
-                raise unusable(what, rank.path, f"element {begin}, not {ends[fqn]}")
-            ends[fqn] = begin + place[1]
+        # Versions of DeepSpeed state the places in other forms, or not at all.
+        with suppress(AttributeError, LookupError, TypeError, ValueError):
+            for fqn, address in rank.places[index].items():
+                start, length = counts([address.get("start"), address.get("numel")]) or ()
+                begin = rank_begin + start
+                if ends.setdefault(fqn, begin) != begin:
+                    raise unusable(
+                        f"the part of {fqn!r:.200} does not continue the part of the rank before",
+                        rank.path,
+                        f"element {begin}, not {ends[fqn]}",
+                    )
+                ends[fqn] = begin + length
         rank_begin += rank.parts[index].shape[0]

@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from automodel_ckpt.base.units import left_out, others_text, values_text
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, open_regular, read_model_file
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict, Texts, ValueDict
+from automodel_ckpt.checkpoint.parts.slices import (
+    Slice,
+    Tensor,
+    TensorDict,
+    TensorMap,
+    tiling_fault,
+)
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.type_aliases import Shape, TensorDict, TensorMap, ValueDict
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import TAKE_ANOTHER, CheckpointUnusable, unusable
 
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -72,20 +77,20 @@ def tiled(fqn: str, dtype: str, shape: Shape, slices: Sequence[Slice], where: Pa
     return Tensor(fqn, dtype, shape, tuple(slices))
 
 
-def renamed(tensors: TensorMap, names: Mapping[str, str]) -> TensorDict:
+def renamed(tensors: TensorMap, names: Texts) -> TensorDict:
     """Return those *tensors* that *names* maps to another name, under it."""
     return {name: tensors[stored].renamed(name) for stored, name in names.items()}
 
 
 def tensors_by_file(
     directory: Path, names: Iterable[str], tensors_in: Callable[[str], TensorMap]
-) -> tuple[TensorDict, dict[str, str]]:
+) -> tuple[TensorDict, TextDict]:
     """Return the tensors of the files *names* in *directory*, and the file of each.
 
     Raises :class:`CheckpointUnusable` if two files hold the same tensor.
     """
     tensors: TensorDict = {}
-    files: dict[str, str] = {}
+    files: TextDict = {}
     for name in names:
         found = tensors_in(name)
         for fqn in found.keys() & files.keys():
@@ -145,7 +150,7 @@ def optional_json(directory: Path, name: str) -> ValueDict:
 def faults_of(
     path: Path,
     what: str = "this file of torch.save cannot be read",
-    hint: str = "take the files from another copy, or use another checkpoint",
+    hint: str = TAKE_ANOTHER,
 ) -> Iterator[None]:
     """Raise any error in the block, other than CheckpointUnusable, as one that names the file *path*."""
     try:

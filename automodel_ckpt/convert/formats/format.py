@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Values
+from automodel_ckpt.checkpoint.parts.slices import TensorMap
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.type_aliases import Shape, TensorMap, Values
+from automodel_ckpt.errors import unusable
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest, fin
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import model_file
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
-from automodel_ckpt.checkpoint.parts.slices import whole_tensor
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.parts.slices import TensorDict, TensorMap, whole_tensor
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import (
     BIN_FILE,
     BIN_INDEX,
@@ -28,8 +29,7 @@ from automodel_ckpt.convert.formats.files import (
 )
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.nested_state import names_without_wrappers
-from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The key in the header of a shard that PyTorch's DCP wrote."""
@@ -38,7 +38,6 @@ _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.safetensors", re.ASCII)
 SINGLE_FILE = "model.safetensors"
 _MLX_NAME = re.compile(r"\.switch_mlp\.|\.self_attn\.unembed_out\.weight$", re.ASCII)
 _MAX_NAMED = 5
-OLD_ADAPTER = "adapter_model.bin"
 _MODELS = frozenset({layout.HF_INDEX, "model.safetensors", BIN_FILE, BIN_INDEX})
 
 
@@ -67,8 +66,9 @@ class HuggingFaceFiles(Format):
         digests, which are compared when the slices are read."""
         found = weights_of_another_program(path)
         if found == MLX_ADAPTER:
-            what = f"this format cannot be read: {found[0]}"
-            raise unusable(what, path, "adapters.safetensors", found[1])
+            raise unusable(
+                f"this format cannot be read: {found[0]}", path, "adapters.safetensors", found[1]
+            )
         export = find_export_manifest(path, follow_links=True)
         weight_map = weight_map_of(path, export) or {}
         names = safetensors_in(path)
@@ -148,7 +148,7 @@ def source_of_files(
     )
 
 
-def weight_map_of(directory: Path, export: ExportManifest | None) -> dict[str, str] | None:
+def weight_map_of(directory: Path, export: ExportManifest | None) -> TextDict | None:
     """Return {tensor name: file name} from the index in *directory*, or None when there is no index.
 
     The index is compared with the manifest of the *export* that it belongs to. Raises :class:`CheckpointUnusable`.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.files.type_aliases import Texts
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_ranges
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.format import Counters, Parameters, TrainingState
@@ -97,7 +98,7 @@ class LightningDistributed(PyTorchDcp):
             return False
         return super().detect(path) and _states_version(meta)
 
-    def names(self, content: DcpContent) -> Mapping[str, str]:
+    def names(self, content: DcpContent) -> Texts:
         prefix = _prefix(content)
         return {
             stored: name.removeprefix(prefix) for stored, name in plain_model_names(content).items()
@@ -168,18 +169,17 @@ def finished_epochs(loops: Any, epoch: int | None) -> int | None:
     Lightning counts the epoch as completed, has all of its samples (source: FitLoop, lightning 2.6). Returns *epoch*
     if *loops* has another form.
     """
-    fit_loop = loops.get("fit_loop") if isinstance(loops, dict) else None
-    if not isinstance(fit_loop, dict):
+    try:
+        loop = loops["fit_loop"]
+        current = loop["epoch_progress"]["current"]
+        is_last_batch = loop["epoch_loop.batch_progress"].get("is_last_batch") is True
+        counters = Counters.of(current["completed"], current["ready"])
+    except (AttributeError, KeyError, TypeError):
         return epoch
-    progress, batches = fit_loop.get("epoch_progress"), fit_loop.get("epoch_loop.batch_progress")
-    current = progress.get("current") if isinstance(progress, dict) else None
-    if not isinstance(current, dict) or not isinstance(batches, dict):
-        return epoch
-    counters = Counters.of(current.get("completed"), current.get("ready"))
     completed, ready = counters.step, counters.epoch
     if completed is None or ready is None:
         return epoch
-    return completed + (ready > completed and batches.get("is_last_batch") is True)
+    return completed + (ready > completed and is_last_batch)
 
 
 def _other_keys(value: Mapping[Any, Any]) -> list[str]:

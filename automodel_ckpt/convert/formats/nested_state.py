@@ -7,7 +7,9 @@ A program saves the state dict under a usual key, next to the optimizer's, and s
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
+
+from automodel_ckpt.checkpoint.files.type_aliases import Texts
 
 Keys = tuple[str | int, ...]
 
@@ -52,7 +54,7 @@ def without_wrappers(name: str) -> str:
     return name
 
 
-def names_without_wrappers(names: Collection[str]) -> Mapping[str, str]:
+def names_without_wrappers(names: Collection[str]) -> Texts:
     """Return {name: name without the names of wrappers}, for the *names* of one model.
 
     Some, such as ``_orig_mod``, are removed wherever they are: no model has them. A model can have an attribute called

@@ -11,8 +11,9 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Values
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts
-from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
+from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.convert.formats.files import (
     check_regular_files,
     faults_of,
@@ -23,7 +24,7 @@ from automodel_ckpt.convert.formats.files import (
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.hugging_face import SHARDING_INFO
 from automodel_ckpt.convert.formats.nested_state import names_without_wrappers
-from automodel_ckpt.convert.type_aliases import Shape, Values
+from automodel_ckpt.errors import unusable
 
 _UNCHECKED = "the shards are unchecked: there is no manifest with their digests"
 _NO_SHAPES = "the headers do not state global shapes: they are taken from the shards that are here"

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.convert.formats.files import (
     check_regular_files,
     config_beside,
@@ -40,8 +41,7 @@ from automodel_ckpt.convert.formats.torch.torch_files import (
     read_archive,
 )
 from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
-from automodel_ckpt.convert.type_aliases import ValueDict, Values
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -138,8 +138,11 @@ def _scheduler(path: Path) -> ValueDict:
     """Return the plain values of the scheduler's state."""
     value = read_archive(path / SCHEDULER_FILE).value
     if not isinstance(value, dict):
-        what = "the state of the learning-rate schedule is not a mapping"
-        raise unusable(what, path / SCHEDULER_FILE, type(value).__name__)
+        raise unusable(
+            "the state of the learning-rate schedule is not a mapping",
+            path / SCHEDULER_FILE,
+            type(value).__name__,
+        )
     return {key: item for key, item in value.items() if isinstance(key, str)}
 
 

@@ -15,9 +15,9 @@ from automodel_ckpt.base.other_weights import (
     kind_of_file,
     weights_of_another_program,
 )
-from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import first_bytes
 from automodel_ckpt.convert.formats.format import UnsupportedFormat
+from automodel_ckpt.errors import unusable
 
 _HEAD_BYTES = 512
 

@@ -19,14 +19,15 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.export.adapter_record import base_revision
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Files, Shape, Values
+from automodel_ckpt.checkpoint.parts.slices import TensorMap
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
-from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors, unusable
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.format import ModelParameter
 from automodel_ckpt.convert.open import open_base
 from automodel_ckpt.convert.targets.tensor_blocks import is_copy
-from automodel_ckpt.convert.type_aliases import Files, Shape, TensorMap, Values
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, unusable
 
 _PREFIX = "base_model.model."
 # What peft saves of modules besides their adapters: a module that is trained in full, as a second copy, and the one of
@@ -43,7 +44,6 @@ _ADAPTER_PARTS = (
 _NAME = re.compile(r"[A-Za-z0-9_.]+", re.ASCII)
 _MAX_RANK = 1 << 16
 _MAX_NAMED = 5
-_RESTORE = "restore the file from another copy"
 _MERGE = (
     "merge it into its base with peft (merge_and_unload), and import the result; an adapter that is no change of the "
     "base's weights, such as a prefix, can only be continued with peft"
@@ -145,8 +145,11 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
             other not in weights.tensors
             or not is_copy(weights.root, tensor, weights.root, weights.tensors[other])
         ):
-            what = "a module that was trained in full differs from its second copy, or has only one"
-            raise unusable(what, path, name[:200], _RESTORE)
+            raise unusable(
+                "a module that was trained in full differs from its second copy, or has only one",
+                path,
+                name[:200],
+            )
     try:
         model = build(_read_settings(directory, tensors))
     except RecipeError as error:
@@ -157,7 +160,7 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
     more = tensors.keys() - model.shapes.keys()
     of_base = [name for name in more if name.endswith(".base_layer.weight")]
     _check_copies(path, weights, of_base, model.base)
-    lines: list[str] = []
+    lines = []
     for name in sorted({*tensors, *model.shapes} - {*of_base}):
         stored = list(tensors[name].shape) if name in tensors else "missing"
         built = list(model.shapes[name]) if name in model.shapes else "no such tensor"
@@ -200,22 +203,20 @@ def _read_settings(directory: Path, tensors: TensorMap) -> AdapterSettings:
     path = directory / layout.ADAPTER_CONFIG
     values = read_json(directory, layout.ADAPTER_CONFIG)
     if values is None:
-        raise unusable("the adapter has no description", path, "no such file", _RESTORE)
-    if values.get("peft_type") != "LORA":
-        raise _unsupported(path, "peft_type", values.get("peft_type"))
-    if values.get("init_lora_weights", True) not in _INITS:
-        raise _unsupported(path, "init_lora_weights", values["init_lora_weights"])
-    for name in unknown_options(values):
-        raise _unsupported(path, name, values[name])
+        raise unusable("the adapter has no description", path, "no such file")
     dropout = values.get("lora_dropout", 0.0)
-    for name, is_right in (
-        ("lora_dropout", type(dropout) in (int, float) and 0 <= dropout < 1),
-        ("bias", values.get("bias", "none") in ("none", "all", "lora_only")),
-        ("task_type", isinstance(values.get("task_type"), str | None)),
-        ("base_model_name_or_path", isinstance(values.get("base_model_name_or_path"), str | None)),
-    ):
-        if not is_right:
-            raise _damaged(path, name, values[name])
+    usable = {
+        "peft_type": values.get("peft_type") == "LORA",
+        "init_lora_weights": values.get("init_lora_weights", True) in _INITS,
+        "lora_dropout": type(dropout) in (int, float) and 0 <= dropout < 1,
+        "bias": values.get("bias", "none") in ("none", "all", "lora_only"),
+        "task_type": isinstance(values.get("task_type"), str | None),
+        "base_model_name_or_path": isinstance(values.get("base_model_name_or_path"), str | None),
+        **dict.fromkeys(unknown_options(values), False),
+    }
+    for name, is_usable in usable.items():
+        if not is_usable:
+            raise _unsupported(path, name, values.get(name))
     targets, others = _modules_of(tensors, path.with_name(layout.ADAPTER_MODEL))
     saved = tuple(_names(path, values, "modules_to_save"))
     lora = {
@@ -230,7 +231,7 @@ def _read_settings(directory: Path, tensors: TensorMap) -> AdapterSettings:
     }
     for name in ("use_dora", "use_rslora", "ensure_weight_tying"):
         lora[name] = bool(values.get(name))
-    rows: dict[str, int] = {}
+    rows = {}
     for name, tensor in tensors.items():
         module = name.removeprefix(_PREFIX).removesuffix(".weight").removesuffix(".base_layer")
         if name.endswith(".weight") and len(tensor.shape) == 2:
@@ -251,8 +252,9 @@ def _modules_of(names: Iterable[str], path: Path) -> tuple[list[str], list[str]]
     others: dict[str, None] = {}
     for name in names:
         if not name.startswith(_PREFIX) or _NAME.fullmatch(name) is None:
-            what = "a tensor of the adapter does not have one of peft's names"
-            raise unusable(what, path, repr(name[:200]), _RESTORE)
+            raise unusable(
+                "a tensor of the adapter does not have one of peft's names", path, repr(name[:200])
+            )
         inner = name.removeprefix(_PREFIX)
         parts = [part for part in _ADAPTER_PARTS if part in inner]
         if parts:
@@ -268,49 +270,39 @@ def _modules_of(names: Iterable[str], path: Path) -> tuple[list[str], list[str]]
 def _rank(path: Path, option: str, value: Any) -> int:
     """Return a positive whole number. Some programs write lora_alpha as 16.0."""
     if type(value) not in (int, float) or not 0 < value <= _MAX_RANK or value != int(value):
-        what = "an option of the adapter is not a positive whole number"
-        raise unusable(what, path, f"{option}: {value!r:.100}", _RESTORE)
+        raise _unsupported(path, option, value)
     return int(value)
 
 
 def _names(path: Path, values: Values, option: str) -> list[str]:
     """Return a list of names, each of which is usable as a pattern of the recipe's section."""
     names = values.get(option) or []
-    if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
-        raise _damaged(path, option, names)
-    for name in names:
-        if _NAME.fullmatch(name) is None:
-            raise _unsupported(path, option, name)
-    return names
+    is_list = isinstance(names, list) and all(isinstance(each, str) for each in names)
+    if not is_list or not all(map(_NAME.fullmatch, names)):
+        raise _unsupported(path, option, names)
+    return list(names)
 
 
 def _ranks(path: Path, values: Values, option: str, targets: Sequence[str]) -> dict[str, int]:
     """Return the numbers that names of layers, or their ends, have; peft ignores those that match no layer."""
     patterns = values.get(option) or {}
     if not isinstance(patterns, dict):
-        raise _damaged(path, option, patterns)
-    found: dict[str, int] = {}
+        raise _unsupported(path, option, patterns)
+    found = {}
     for pattern, value in patterns.items():
-        text = f"{option}: {pattern[:100]!r}"
-        number = _rank(path, text, value)
+        number = _rank(path, option, value)
         # This program writes ^ before full names.
         name = pattern.removeprefix("^")
         if _NAME.fullmatch(name) is None:
             # peft takes it as a regular expression, which can take forever to match.
-            what = "a pattern of the adapter is not read: it is no name of a layer"
-            raise unusable(
-                what, path, text, f"replace it in the file by names of layers; or {_MERGE}"
-            )
+            raise _unsupported(path, option, f"{pattern} is no name of a layer")
         if any(f".{target}".endswith(f".{name}") for target in targets):
             found[name] = number
     return found
 
 
 def _unsupported(path: Path, option: str, value: object) -> CheckpointUnusable:
-    what = "this kind of adapter cannot be imported, because a recipe has none like it"
+    what = (
+        "an option of the adapter cannot be imported: a recipe has none like it, or it is damaged"
+    )
     return unusable(what, path, f"{option}: {value!r:.100}", _MERGE)
-
-
-def _damaged(path: Path, option: str, value: object) -> CheckpointUnusable:
-    what = "an option of the adapter is damaged"
-    return unusable(what, path, f"{option}: {value!r:.100}", _RESTORE)

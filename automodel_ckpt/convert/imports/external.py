@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.convert.formats.files import names_in, optional_json
 from automodel_ckpt.convert.formats.format import Format, Inventory
 from automodel_ckpt.convert.formats.registry import detect, formats_in
 from automodel_ckpt.convert.imports.file_names import parse_name
 from automodel_ckpt.convert.imports.source_files import check_links_of_weights
-from automodel_ckpt.convert.type_aliases import Values
 from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
 
 # The directory may be anything, and the list is only displayed.
@@ -57,7 +57,7 @@ class ExternalDirectory:
     @property
     def kind(self) -> str:
         """The formats in words: ``model: safetensors shards, optim: PyTorch DCP``."""
-        words: list[str] = []
+        words = []
         for name, known in self.formats.items():
             words.append(known.name if name == "." else f"{name}: {known.name}")
         return ", ".join(words)
@@ -131,7 +131,7 @@ def named_checkpoints(directory: Path) -> list[Path]:
     """
     if not directory.is_dir() or detect(directory, readable_only=True) is not None:
         return []
-    found: list[Path] = []
+    found = []
     for name in names_in(directory)[:_MAX_ENTRIES]:
         path = directory / name
         is_ordinary = not path.is_symlink() and (path.is_dir() or path.is_file())

@@ -83,7 +83,7 @@ def parse_name(name: str) -> NameMetadata:
     if not pairs:
         pairs = _pairs_of_words(stem)
     counters: dict[str, int] = {}
-    metrics: dict[str, float] = {}
+    metrics = {}
     for key, text in pairs:
         counter = _COUNTERS.get(key)
         if counter is None:
@@ -101,7 +101,7 @@ def _pairs_of_words(stem: str) -> list[tuple[str, str]]:
     step_only = _STEP_ONLY.match(stem)
     if step_only is not None:
         return [("step", step_only.group(1))]
-    pairs: list[tuple[str, str]] = []
+    pairs = []
     for text, number in _WORDS.findall(stem):
         words = re.split("[_-]", text)
         last = words[-1]
@@ -139,7 +139,7 @@ def rank(metadata: Mapping[str, NameMetadata]) -> Ranking | None:
         return None
     metric = max(counts, key=lambda name: (counts[name], name.startswith("val"), name))
     sign = 1.0 if is_lower_better(metric) else -1.0
-    ranked: list[tuple[bool, float, str]] = []
+    ranked = []
     for name, found in metadata.items():
         value = found.metrics.get(metric)
         if value is not None:

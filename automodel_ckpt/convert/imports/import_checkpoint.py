@@ -188,9 +188,12 @@ def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> 
     if source.is_file or not has_adapter(source.directory):
         return None
     if options.adapters is None or options.config is not None:
-        what = "an adapter is imported with its base, not with a config"
-        hint = "name the directory of the base with --base"
-        raise source_error(what, source.directory, layout.ADAPTER_MODEL, hint)
+        raise source_error(
+            "an adapter is imported with its base, not with a config",
+            source.directory,
+            layout.ADAPTER_MODEL,
+            "name the directory of the base with --base",
+        )
     return adapter_model(source.directory, weights, options.adapters)
 
 
@@ -198,6 +201,10 @@ def _config_directory(config: Path) -> Path:
     """Return the directory of a config.json, from the path of the file or of its directory."""
     directory = config.parent if config.name == _CONFIG else config
     if not (directory / _CONFIG).is_file():
-        hint = "give --config the directory of the model's config.json"
-        raise source_error("there is no config.json", directory, "no such file", hint)
+        raise source_error(
+            "there is no config.json",
+            directory,
+            "no such file",
+            "give --config the directory of the model's config.json",
+        )
     return Path(os.path.realpath(directory))

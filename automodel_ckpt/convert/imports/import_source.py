@@ -12,11 +12,10 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
-from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.format import Format, Parameters, TrainingState
-from automodel_ckpt.convert.formats.hugging_face import OLD_ADAPTER
 from automodel_ckpt.convert.formats.registry import detect, detect_run, formats_in
 from automodel_ckpt.convert.imports.file_names import parse_name
 from automodel_ckpt.convert.imports.source_files import (
@@ -26,7 +25,6 @@ from automodel_ckpt.convert.imports.source_files import (
     without_unused_code,
 )
 from automodel_ckpt.convert.open import Weights, open_weights
-from automodel_ckpt.convert.type_aliases import FileDict
 
 _SINGLE_FILES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".nemo", ".qnemo")
 _MAX_NAMED = 5
@@ -131,16 +129,22 @@ def check_not_sparse(weights: Tensors) -> None:
         path = weights.root / file
         status = os.lstat(path)
         if is_sparse(status):
-            what = "this file is sparse: nearly all of it is unallocated"
-            raise source_error(what, path, f"{status.st_size} bytes")
+            raise source_error(
+                "this file is sparse: nearly all of it is unallocated",
+                path,
+                f"{status.st_size} bytes",
+            )
 
 
 def _located(source: Path) -> tuple[Path, Format]:
     """Return the directory of the weights, and its format. Raises :class:`CheckpointUnusable`."""
     if not source.is_dir():
-        hint = f"check the path; relative paths start at the working directory, {os.getcwd()}"
-        what = "the path to import does not exist"
-        raise source_error(what, source, "no such file or directory", hint)
+        raise source_error(
+            "the path to import does not exist",
+            source,
+            "no such file or directory",
+            f"check the path; relative paths start at the working directory, {os.getcwd()}",
+        )
     known = detect(source)
     if known is not None and not known.is_readable:
         known.open(source)  # raises an error that names the format
@@ -167,17 +171,10 @@ def _located(source: Path) -> tuple[Path, Format]:
 
 def _found(source: Path) -> str:
     names = sorted(os.listdir(source))
-    if OLD_ADAPTER in names:
-        return f"{OLD_ADAPTER} of an old version of peft: load it with peft, and save it again"
-    if {"blobs", "snapshots"} <= set(names):
-        commits = ", ".join(f"snapshots/{name}" for name in names_in(source / "snapshots"))
-        return f"it is a model in the Hub's cache: name one of its commits ({commits[:300]})"
-    files = [name for name in names if name.endswith(_SINGLE_FILES)]
-    if files:
-        return f"it contains {files[0]}: name the file, if it has the model's weights"
-    if not names:
-        return "it is empty"
-    return f"it contains {', '.join(names[:_MAX_NAMED])}: name the directory with the weights"
+    # A single file comes first: it may be the model.
+    names.sort(key=lambda name: not name.endswith(_SINGLE_FILES))
+    found = ", ".join(names[:_MAX_NAMED]) or "nothing"
+    return f"it contains {found}: name the file or the directory with the weights"
 
 
 def position_of(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml
 from automodel_ckpt.errors import RecipeError
@@ -44,7 +45,7 @@ def rename(module: Tensors, path: Path, omitted: list[str]) -> Tensors:
 
     names = {fqn: new_name(fqn) for fqn in module.tensors}
     tensors = {name: module.tensors[fqn].renamed(name) for fqn, name in names.items() if name}
-    tied: dict[str, str] = {}
+    tied = {}
     for alias, stored in module.tied.items():
         if names[stored] and new_name(alias):
             tied[new_name(alias)] = names[stored]
@@ -65,7 +66,7 @@ def _filled(replacement: str, numbers: re.Match[str]) -> str:
     return _PLACEHOLDER.sub(lambda match: numbers[match[1]], replacement)
 
 
-def _read(path: Path) -> dict[str, str]:
+def _read(path: Path) -> TextDict:
     try:
         real = path.resolve()
         value = parse_yaml(read_safely(real.parent, real.name, limit=_MAX_BYTES).decode())
@@ -73,7 +74,7 @@ def _read(path: Path) -> dict[str, str]:
         raise _wrong(path, str(error)[:300]) from error
     if not isinstance(value, dict):
         raise _wrong(path, "it is not a mapping of names to names")
-    lines: dict[str, str] = {}
+    lines = {}
     for text, replacement in value.items():
         if not isinstance(text, str) or not isinstance(replacement, str):
             raise _wrong(path, f"the new name of {text!r:.200} is not text")

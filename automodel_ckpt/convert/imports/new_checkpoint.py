@@ -17,6 +17,7 @@ from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan
 from automodel_ckpt.checkpoint.export.script import no_need_script
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.type_aliases import Files, TextDict, ValueDict, Values
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, Data, FileJob, run_all
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
@@ -30,7 +31,7 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.policy import metric_of
 from automodel_ckpt.checkpoint.saving.environment import environment
-from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors, unusable
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.imports.adapter_import import AdapterModel
 from automodel_ckpt.convert.imports.training_import import (
@@ -41,7 +42,7 @@ from automodel_ckpt.convert.imports.training_import import (
 )
 from automodel_ckpt.convert.publishing import held_run
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.convert.type_aliases import Files, ValueDict, Values
+from automodel_ckpt.errors import unusable
 
 _FORMAT = "hf"
 _CONFIG = "config.json"
@@ -229,7 +230,7 @@ def _manifest(planned: NewCheckpoint, written: RankManifest) -> Manifest:
     trees = {MODEL: _without_ties(model, planned.side_files.get(_CONFIG))}
     state = {MODEL: StateRecord("module", "replicated", f"{MODEL}/")}
     lineage = dict(planned.lineage)
-    progress: ValueDict = {}
+    progress = {}
     training = planned.training
     if training is not None:
         state |= training.records()
@@ -264,7 +265,7 @@ def _without_ties(tree: Tree, config: bytes | None) -> Tree:
         tensor = tree.tensors[fqn]
         return tensor.dtype, tensor.shape, tensor.slices[0].digest
 
-    tied: dict[str, str] = {}
+    tied: TextDict = {}
     for head in [fqn for fqn in tree.tensors if fqn.endswith("lm_head.weight")]:
         for fqn in tree.tensors:
             if fqn.endswith("embed_tokens.weight") and content(fqn) == content(head):

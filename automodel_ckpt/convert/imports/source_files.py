@@ -9,15 +9,14 @@ from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifes
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import model_file, read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict
 from automodel_ckpt.checkpoint.sources.model_files import (
     QUANTIZATION_FILES,
     base_files,
     unreadable,
 )
-from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import BIN_INDEX
-from automodel_ckpt.convert.type_aliases import FileDict, Files, ValueDict
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 _CONFIG = "config.json"
 # It is parsed, and then takes up to 25 times its size.

@@ -16,6 +16,7 @@ from typing import Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.jobs.described_tree import DescribedTree
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest, merge_tree
@@ -23,12 +24,12 @@ from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, StateRecord, Tre
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import KeyPath
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import plain_archive
-from automodel_ckpt.checkpoint.sources.source import MODEL, unusable
+from automodel_ckpt.checkpoint.sources.source import MODEL
 from automodel_ckpt.convert.formats.format import (
     OptimizerState,
     TrainingState,
 )
-from automodel_ckpt.convert.type_aliases import ValueDict, Values
+from automodel_ckpt.errors import unusable
 
 # The format of the optimizer's tree, as checkpoint/formats/torch_save.py names it.
 _FORMAT = "torch_save"
@@ -152,15 +153,21 @@ def training_import(
     """
     for option, given, stated in (("--step", step, state.step), ("--epoch", epoch, state.epoch)):
         if given is not None and stated is not None and given != stated:
-            what = f"{option} contradicts the training state"
-            hint = f"remove {option}, or import without --training-state"
-            raise unusable(what, where, f"{given}; the source states {stated}", hint)
+            raise unusable(
+                f"{option} contradicts the training state",
+                where,
+                f"{given}; the source states {stated}",
+                f"remove {option}, or import without --training-state",
+            )
     final_step = step if state.step is None else state.step
     final_epoch = epoch if state.epoch is None else state.epoch
     if final_step is None:
-        what = "the source does not state its step, and a run continues after one"
-        hint = "add --step S, the number of optimizer steps that were taken"
-        raise unusable(what, where, "no step", hint)
+        raise unusable(
+            "the source does not state its step, and a run continues after one",
+            where,
+            "no step",
+            "add --step S, the number of optimizer steps that were taken",
+        )
     return TrainingImport(state, final_step, final_epoch or 0, _schedule(state, final_step))
 
 

@@ -23,22 +23,22 @@ from automodel_ckpt.checkpoint.export.plan import make_plan
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
-from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors, unusable
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.checkpoint.state.model_config import CONFIG, config_changes
-from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
+from automodel_ckpt.checkpoint.tensors.float_cast import cast
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_free
 from automodel_ckpt.convert.imports.source_files import side_files_of, without_unused_code
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.convert.type_aliases import FileDict, Files, ValueDict
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import RecipeError, unusable
 
 Integers = Literal["equal", "first", "last"]
 _SHOWN = 5
@@ -66,9 +66,12 @@ def last_checkpoints(run: Path, count: int) -> list[Path]:
     """
     found = [run / record.name for record in resume.records(run, "")]
     if len(found) < count:
-        what = f"there are fewer than {count} complete checkpoints to average"
-        hint = "average fewer, or keep more of them (checkpoint.keep_last)"
-        raise unusable(what, run, counted(len(found), "checkpoint"), hint)
+        raise unusable(
+            f"there are fewer than {count} complete checkpoints to average",
+            run,
+            counted(len(found), "checkpoint"),
+            "average fewer, or keep more of them (checkpoint.keep_last)",
+        )
     return found[:count][::-1]
 
 
@@ -136,7 +139,7 @@ def prepare(
 def sources_in(average: Summary) -> list[str | None]:
     """Return the digests of the manifests of the checkpoints that an average was made from, None for other sources."""
     sources = average.lineage.get("averaged_from")
-    digests: list[str | None] = []
+    digests = []
     for source in sources if isinstance(sources, list) else ():
         digests.append(source.get("manifest") if isinstance(source, dict) else None)
     return digests
@@ -156,12 +159,18 @@ def _shares(weights: Sequence[float] | None, ema: float | None, count: int) -> l
         return [ema ** (count - 1), *later]
     weights = weights or [1.0] * count
     if len(weights) != count:
-        what = f"there must be one weight for each of the {count} sources"
-        raise _invalid(what, "--weights", counted(len(weights), "weight"))
+        raise _invalid(
+            f"there must be one weight for each of the {count} sources",
+            "--weights",
+            counted(len(weights), "weight"),
+        )
     total = math.fsum(weights)
     if not math.isfinite(total) or total <= 0 or min(weights) < 0:
-        what = "weights must be finite and not negative, and at least one must be positive"
-        raise _invalid(what, "--weights", weights)
+        raise _invalid(
+            "weights must be finite and not negative, and at least one must be positive",
+            "--weights",
+            weights,
+        )
     return [weight / total for weight in weights]
 
 
@@ -171,13 +180,16 @@ def _invalid(what: str, where: str, value: object) -> RecipeError:
 
 def _opened(sources: Sequence[Path]) -> list[Weights]:
     """Open the sources. Raises :class:`CheckpointUnusable` if one has no model, or another one than the first."""
-    opened: list[Weights] = []
+    opened = []
     for source in sources:
         weights_in = open_weights(source)
         if MODEL not in weights_in.modules:
-            what = "this checkpoint has no module named 'model'"
-            hint = "name the directory of one of its modules"
-            raise unusable(what, weights_in.path, ", ".join(weights_in.modules), hint)
+            raise unusable(
+                "this checkpoint has no module named 'model'",
+                weights_in.path,
+                ", ".join(weights_in.modules),
+                "name the directory of one of its modules",
+            )
         opened.append(weights_in)
         first, other = opened[0].modules[MODEL], weights_in.modules[MODEL]
         _check_consistent(first, other, opened[0].path, source)
@@ -201,7 +213,7 @@ def _lineage(
 
 def _left_out(opened: Sequence[Weights]) -> tuple[str, ...]:
     """Name what the sources contain in addition to the averaged weights."""
-    names: list[str] = []
+    names = []
     for weights_in in opened:
         names += [f"module {module}" for module in weights_in.modules if module != MODEL]
         names += weights_in.omitted
@@ -230,7 +242,7 @@ def _different(modules: Sequence[Tensors], integers: Integers) -> list[str]:
 
     Packed weights of one source with the scales of all would be wrong without notice.
     """
-    different: list[str] = []
+    different = []
     for fqn, tensor in modules[0].tensors.items():
         if tensor.dtype in ORDINARY_FLOATS:
             continue
@@ -238,11 +250,12 @@ def _different(modules: Sequence[Tensors], integers: Integers) -> list[str]:
         if any(block != group[0] for group in zip(*blocks, strict=True) for block in group[1:]):
             different.append(f"{fqn} ({tensor.dtype})")
     if different and integers == "equal":
-        what = "tensors that cannot be averaged differ between the sources"
-        hint = (
-            "if they are counters or the like, copy those of one source: --integers first, or last"
+        raise unusable(
+            "tensors that cannot be averaged differ between the sources",
+            modules[0].root,
+            _some(different),
+            "if they are counters or the like, copy those of one source: --integers first, or last",
         )
-        raise unusable(what, modules[0].root, _some(different), hint)
     return different
 
 
@@ -345,5 +358,5 @@ def _mean(
             for block, share in zip(group, shares, strict=True):
                 weighted.append(number(share) * np.frombuffer(block, number))
             # Not a sum from 0 on, which would change -0.0.
-            total: Array = functools.reduce(np.add, weighted)
+            total = functools.reduce(np.add, weighted)
             yield cast(total, wide, tensor.dtype).view("u1").data

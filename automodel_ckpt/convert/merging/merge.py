@@ -42,6 +42,7 @@ from automodel_ckpt.checkpoint.export.publish import check_target, resolved_targ
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Values
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.model_files import (
@@ -53,15 +54,14 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     is_tokenizer_file,
     read_files,
 )
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.hugging_face import tensors_in_file
 from automodel_ckpt.convert.merging.merge_rules import (
     Naming,
 )
 from automodel_ckpt.convert.merging.merged_model import Adapter, MergedModel
-from automodel_ckpt.convert.type_aliases import FileDict, Values
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, unusable
 
 
 def merge(
@@ -179,10 +179,7 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
         config = read_json(directory, layout.ADAPTER_CONFIG)
         if config is None:
             raise unusable(
-                "the description of the adapters is not there",
-                directory,
-                layout.ADAPTER_CONFIG,
-                "restore the file from another copy, or use another checkpoint",
+                "the description of the adapters is not there", directory, layout.ADAPTER_CONFIG
             )
         yield Adapter(directory, tensors, config)
 
@@ -197,7 +194,7 @@ def _side_files(
     """
     tokenizer = read_files(adapter.directory, TOKENIZER_FILES)
     of_embeddings = read_files(adapter.directory, EMBEDDING_FILES)
-    files: FileDict = {}
+    files = {}
     for name, data in base_files(base_dir).items():
         is_replaced = (tokenizer and is_tokenizer_file(name)) or (
             of_embeddings and is_embedding_file(name)

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, Values
 from automodel_ckpt.checkpoint.tensors.float_cast import Array
-from automodel_ckpt.convert.type_aliases import Values
 from automodel_ckpt.errors import CheckpointUnusable
 
 _LARGEST_ALPHA = 1e9
@@ -42,7 +42,7 @@ class Change:
     (m). *experts* is not None for the factors of fused experts."""
 
     whole: str | None = None
-    factors: dict[str, str] = field(default_factory=dict)
+    factors: TextDict = field(default_factory=dict)
     experts: ExpertRange | None = None
 
 
@@ -80,9 +80,9 @@ class Naming(Protocol):
     """
 
     @property
-    def files(self) -> Mapping[str, str]: ...
+    def files(self) -> Texts: ...
     @property
-    def tied(self) -> Mapping[str, str]: ...
+    def tied(self) -> Texts: ...
     @property
     def transposed(self) -> frozenset[str]: ...
     @property
@@ -90,7 +90,7 @@ class Naming(Protocol):
     @property
     def others(self) -> frozenset[str]: ...
     @property
-    def exported(self) -> Mapping[str, str]: ...
+    def exported(self) -> Texts: ...
 
 
 def changes_by(keys: Values, where: str) -> dict[str, Change]:
@@ -107,8 +107,9 @@ def changes_by(keys: Values, where: str) -> dict[str, Change]:
             change.factors[_ROLES[match[2]]] = key
         # All tensors of an adapter have peft's prefix, which is missing if the name is the key.
         elif name == key or "lora_" in name:
-            what = "this tensor is not one of LoRA, rsLoRA, DoRA or a whole module"
-            raise unusable(what, where, key)
+            raise unusable(
+                "this tensor is not one of LoRA, rsLoRA, DoRA or a whole module", where, key
+            )
         else:
             # peft wraps a layer that has both a new value and factors.
             change = changes.setdefault(name.replace(".base_layer.", "."), Change())
@@ -132,7 +133,7 @@ def expert_changes(
     if there are other changes than selected parameters.
     """
     wrapper = module
-    found: list[Change] = []
+    found = []
     while f"{wrapper}.weight" in changes:
         found.append(changes.pop(f"{wrapper}.weight"))
         wrapper += ".base_layer"

@@ -14,7 +14,8 @@ from automodel_ckpt.checkpoint.export.base_identity import files_of_index
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, main_dtype
-from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Values
+from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorDict, TensorMap, nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
@@ -31,7 +32,6 @@ from automodel_ckpt.convert.merging.merge_rules import (
     unusable,
 )
 from automodel_ckpt.convert.targets.tensor_blocks import is_copy
-from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap, Values
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class MergedModel:
             lambda key, dtype: self._read(adapter.tensors[key], dtype)
         )
         self.notes: list[str] = []
-        self._in_memory: dict[str, str] = {}
+        self._in_memory: TextDict = {}
         self._changes: dict[str, Change] = {}
         self._assign_changes(self._with_prefix(changes_by(adapter.tensors, adapter.where)))
         self.untied = self._untie()
@@ -125,7 +125,7 @@ class MergedModel:
     @property
     def rows(self) -> set[tuple[int, int]]:
         """The numbers of rows (before, after) of the tensors with another number of rows than the base's tensor."""
-        found: set[tuple[int, int]] = set()
+        found = set()
         for name in self._changes:
             if name in self._base and self._base[name].shape[:1] != self.tensors[name].shape[:1]:
                 found.add((self._base[name].shape[0], self.tensors[name].shape[0]))
@@ -140,8 +140,10 @@ class MergedModel:
             return self._read(start, dtype)
         name_in_memory = self._in_memory[name]
         if start.dtype not in ORDINARY_FLOATS:
-            what = f"a layer of the base is stored as {start.dtype}, which nothing can be added to"
-            raise self._not_mergeable(what, name_in_memory)
+            raise self._not_mergeable(
+                f"a layer of the base is stored as {start.dtype}, which nothing can be added to",
+                name_in_memory,
+            )
         # Computed in float32 or float64, and rounded once, when the file is written.
         wide = "F64" if start.dtype == "F64" else "F32"
         weight = self._read(start, wide)
@@ -159,8 +161,9 @@ class MergedModel:
             )
         except ValueError as error:
             fitting = "layer" if change.experts is None else "experts"
-            what = f"an adapter does not fit its {fitting}: {error}"
-            raise self._not_mergeable(what, name_in_memory) from error
+            raise self._not_mergeable(
+                f"an adapter does not fit its {fitting}: {error}", name_in_memory
+            ) from error
         return cast(result, wide, dtype)
 
     # ---------------------------------------------------------------- the base
@@ -255,7 +258,7 @@ class MergedModel:
         is_headless = self._adapter.config.get("task_type") == "FEATURE_EXTRACTION"
         if not is_headless or names & changes.keys():
             return changes
-        prefixes: set[str] = set()
+        prefixes = set()
         for name in changes:
             prefixes |= {each.removesuffix(name) for each in names if each.endswith(f".{name}")}
         prefix = prefixes.pop() if len(prefixes) == 1 else ""
@@ -279,8 +282,9 @@ class MergedModel:
             try:
                 pairs = list(expert_changes(changes, module, experts, self._adapter.config))
             except ValueError as error:
-                what = f"an adapter of fused experts cannot be assigned: {error}"
-                raise self._not_mergeable(what, module) from error
+                raise self._not_mergeable(
+                    f"an adapter of fused experts cannot be assigned: {error}", module
+                ) from error
             for parameter, change in pairs:
                 parts: Mapping[str, tuple[Any, ...]] = parameter.parts
                 for name, part in (parts or {self._file_name(parameter.name): ()}).items():
@@ -292,8 +296,8 @@ class MergedModel:
 
     def _untie(self) -> set[str]:
         """Return the names of tensors that config.json ties and that differ. Those that are equal are stored once."""
-        untied: set[str] = set()
-        apart: set[str] = set()
+        untied = set()
+        apart = set()
         for names in self._naming.tied.items():
             pair = [self._file_name(name) for name in names]
             for name, file_name in zip(names, pair, strict=True):

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.type_aliases import Shape, TensorMap
+from automodel_ckpt.checkpoint.files.type_aliases import Shape
+from automodel_ckpt.checkpoint.parts.slices import TensorMap
+from automodel_ckpt.errors import unusable
 
 _MAX_NAMED = 3
 # Megatron pads vocabularies to a multiple of 128 rows for each of up to 64 ranks.

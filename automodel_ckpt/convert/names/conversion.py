@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.parts.slices import TensorDict, TensorMap
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
@@ -17,7 +18,7 @@ from automodel_ckpt.convert.names.megatron_names import (
     without_prefix,
 )
 from automodel_ckpt.convert.names.registry import converter_of
-from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
+from automodel_ckpt.errors import unusable
 
 _CONFIG = "config.json"
 # What some versions of torchtitan save, and compute from the config.

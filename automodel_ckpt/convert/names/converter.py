@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorDict, TensorMap
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.names.rules import RowRange, Rule, join_rows
-from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 
 _MAX_LISTED = 3
 

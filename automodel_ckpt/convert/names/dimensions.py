@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.type_aliases import ValueDict, Values
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 # Arguments of Megatron-LM, by the keys of config.json.
 _COUNTS = {

@@ -13,12 +13,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorDict, TensorMap
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.names.rules import RowRange, join_rows, stack, unstack
-from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
+from automodel_ckpt.errors import unusable
 
 # What wrappers and NeMo put before the names of the model.
 _PREFIX = re.compile(
@@ -44,7 +43,6 @@ _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)([0-9]{1,6})", re.A
 # A tensor without elements could claim any number of layers.
 _MAX_STACKED = 1 << 16
 _MISMATCH = "these are not the tensors of a model of Megatron"
-_HINT = "take the files from another copy, or convert them with Megatron Bridge"
 _HALVES = {"linear_fc1.weight_w": 0, "linear_fc1.weight_v": 1}
 
 
@@ -63,7 +61,7 @@ def plain_names(tensors: TensorMap, where: str) -> TensorDict:
     """
     found = {}
     halves: dict[str, dict[int, Tensor]] = {}
-    with faults_of(Path(where), _MISMATCH, _HINT):
+    with faults_of(Path(where), _MISMATCH):
         for stored_name, tensor in tensors.items():
             for name, one in _unstacked(without_prefix(stored_name), tensor):
                 suffix = next(filter(name.endswith, _HALVES), None)
@@ -105,7 +103,7 @@ def stacked_names(tensors: TensorMap, where: str) -> TensorDict:
         name = f"decoder.layers.{rest}"
         if len({(one.dtype, one.shape) for own in by_layer.values() for one in own.values()}) > 1:
             raise unusable(
-                "the layers of the model have different dtypes or shapes", Path(where), name, _HINT
+                "the layers of the model have different dtypes or shapes", Path(where), name
             )
         rows = []
         for _, by_expert in sorted(by_layer.items()):

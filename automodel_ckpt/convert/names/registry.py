@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.llama import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
+from automodel_ckpt.errors import unusable
 
 CONVERTERS: tuple[Converter, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)
 

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from automodel_ckpt.checkpoint.parts.slices import Box, Tensor
+from automodel_ckpt.checkpoint.files.type_aliases import Shape
+from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, TensorMap
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.names.rules import RowRange, Rule, fuse, join_rows, rename
-from automodel_ckpt.convert.type_aliases import Shape, TensorMap
 
 Division = Literal["vocabulary", "rows", "columns", "equal", "qkv"]
 

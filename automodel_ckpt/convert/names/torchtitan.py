@@ -15,12 +15,12 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from automodel_ckpt.checkpoint.parts.slices import TensorDict, TensorMap
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
 from automodel_ckpt.convert.names.rules import RowRange, fuse, rename
-from automodel_ckpt.convert.type_aliases import TensorDict, TensorMap
 
 _CONFIG = "config.json"
 _TORCHTITAN = "layers.{layer}."

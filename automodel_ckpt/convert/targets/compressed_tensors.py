@@ -24,14 +24,14 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS, TORCH_NAMES
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.convert.type_aliases import Shape, ValueDict
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import RecipeError, unusable
 
 SCHEMES = ("FP8_DYNAMIC", "W4A16", "W8A16", "W8A8")
 """Presets of the library. W and A are the bits of weights and activations. FP8_DYNAMIC is 8-bit floats for both."""
@@ -147,8 +147,8 @@ def _selected(
     export: Export, plan: Plan, linear: frozenset[str], quantizer: _Quantizer
 ) -> frozenset[str]:
     """Return the names of the weights to quantize, and warn of linear layers that stay as they are."""
-    chosen: set[str] = set()
-    unsuited: list[str] = []
+    chosen = set()
+    unsuited = []
     size = quantizer.group_size
     for tensor in plan.tensors:
         if tensor.fqn in linear and len(tensor.stored.shape) == 2:
@@ -184,7 +184,7 @@ def _config(raw: bytes, quantizer: _Quantizer, plan: Plan, quantized: frozenset[
         is_matrix = last == "weight" and len(tensor.stored.shape) >= 2
         if is_matrix and tensor.fqn not in quantized:
             ignored.add(layer)
-    config: ValueDict = parse_json(raw)
+    config = parse_json(raw)
     config["quantization_config"] = quantizer.config(sorted(ignored))
     return json.dumps(config, indent=2).encode() + b"\n"
 
@@ -196,7 +196,7 @@ def _write_weights(
     staging: Path, source: Source, plan: Plan, quantized: frozenset[str], quantizer: _Quantizer
 ) -> bytes:
     """Write the files of weights, and return the index of all tensors."""
-    weight_map: dict[str, str] = {}
+    weight_map = {}
     total = 0
     for file in plan.files:
         entries: list[Entry] = []

@@ -18,11 +18,11 @@ from typing import Any, BinaryIO
 
 from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
 from automodel_ckpt.checkpoint.export.plan import Plan, export_names, make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Values
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
-from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import (
     check_directory_target,
@@ -30,8 +30,7 @@ from automodel_ckpt.convert.publishing import (
     published_directory,
     published_file,
 )
-from automodel_ckpt.convert.type_aliases import FileDict, Values
-from automodel_ckpt.errors import CheckpointUnusable, Problem
+from automodel_ckpt.errors import CheckpointUnusable, Problem, unusable
 
 Log = Callable[[str], None]
 LOG: Log = logging.getLogger("automodel_ckpt").info
@@ -145,7 +144,7 @@ class Export:
         """Return config.json and the tokenizer's files by name, without those in subdirectories, and log warnings."""
         beside, warnings = self.side_files(self.plan(cast_code))
         self.warn(*self.source.notes, *warnings)
-        files: FileDict = {}
+        files = {}
         for name, content in sorted(beside.items()):
             if (name == _CONFIG or is_tokenizer_file(name)) and "/" not in name:
                 files[name] = content

@@ -22,8 +22,9 @@ from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.export.next_steps import gguf_lines
 from automodel_ckpt.checkpoint.export.plan import ExportTensor
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.formats.files import faults_of, read_json
@@ -47,8 +48,7 @@ from automodel_ckpt.convert.formats.gguf.values import KeyValue
 from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import is_copy
-from automodel_ckpt.convert.type_aliases import ValueDict
-from automodel_ckpt.errors import RecipeError, SaveFailed, os_problem
+from automodel_ckpt.errors import RecipeError, SaveFailed, os_problem, unusable
 
 # Rows are cast, reordered and quantized in blocks of about this many bytes in single precision.
 _BLOCK_BYTES = 16 << 20
@@ -86,7 +86,7 @@ def write(export: Export, *, tensor_type: str | None = None, num_threads: int = 
     checkpoint, which may be cast to bf16, fp16 or fp32.
     """
     try:
-        library: Any = importlib.import_module("gguf")
+        library = importlib.import_module("gguf")
     except ImportError as error:
         raise RecipeError(
             "writing GGUF needs the package gguf",
@@ -101,7 +101,7 @@ def write(export: Export, *, tensor_type: str | None = None, num_threads: int = 
     # Before the digests are verified, which reads the complete source.
     export.file(".gguf")
     export.check(reads_parts=True, num_threads=num_threads)
-    tensors: dict[str, ExportTensor] = {}
+    tensors = {}
     for file in export.plan().files:
         for tensor in file.tensors:
             tensors[tensor.fqn] = tensor
@@ -113,7 +113,7 @@ def write(export: Export, *, tensor_type: str | None = None, num_threads: int = 
                     "F64 weights can be cast: --cast-dtype fp32 or --type F32",
                 )
     model, keys, tokenizer_warnings = _described(export, tensors)
-    entries: list[_Entry] = []
+    entries = []
     for target in model.tensors():
         tensor = tensors[target.fqn]
         kind = _kind(target, WRITABLE[tensor.dtype], wanted, is_tied=model.is_tied)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import ArchiveTensor
 from automodel_ckpt.checkpoint.sources.source import is_checkpoint
 from automodel_ckpt.convert.formats.torch.run_state import RunState, first_renamed, read_run_state
@@ -18,7 +19,6 @@ from automodel_ckpt.convert.targets.torch_file import (
     publish_archive,
     state_dict_of,
 )
-from automodel_ckpt.convert.type_aliases import ValueDict
 
 VERSION = "2.6.0"
 """The files have the format of this version of Lightning. Newer versions migrate it when they load the file."""
@@ -61,7 +61,7 @@ def _warnings(
 def _content(state_dict: Mapping[str, ArchiveTensor], run: RunState | None) -> ValueDict:
     step = 0 if run is None else run.step
     epochs_done = 0 if run is None else run.epochs_done
-    content: ValueDict = {
+    content = {
         "epoch": epochs_done,
         "global_step": step,
         "pytorch-lightning_version": VERSION,

@@ -33,7 +33,6 @@ from automodel_ckpt.convert.names.megatron_names import (
 from automodel_ckpt.convert.targets.dcp import DcpWriter
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.convert.type_aliases import TensorDict
 from automodel_ckpt.errors import RecipeError
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -107,9 +106,9 @@ def _state_dict(
 ) -> dict[str, ArchiveTensor]:
     """Return Megatron's tensors by name: each is read when it is written."""
     where = str(source.model_directory)
-    tensors: TensorDict = {}
+    tensors = {}
     # Tensors without slices, to convert the dtypes of the export in the same way.
-    cast: TensorDict = {}
+    cast = {}
     for tensor in exported:
         tensors[tensor.fqn] = tensor.stored.renamed(tensor.fqn)
         cast[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, ())
@@ -119,7 +118,7 @@ def _state_dict(
     )
     stacked = stacked_names(converted.tensors, where)
     dtypes = stacked_names(converter.from_hugging_face(cast, dimensions, where).tensors, where)
-    found: dict[str, ArchiveTensor] = {}
+    found = {}
     for name, stored in stacked.items():
         dtype, zero_rows = dtypes[name].dtype, converted.zero_rows.get(name, 0)
         shape = stored.shape

@@ -18,6 +18,7 @@ import yaml
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict, Values
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import write_torch_archive
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.nemo.nemo import (
@@ -32,7 +33,6 @@ from automodel_ckpt.convert.names.conversion import conversion_in, required_conv
 from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
-from automodel_ckpt.convert.type_aliases import FileDict, Files, ValueDict, Values
 from automodel_ckpt.errors import RecipeError
 
 # NeMo's GPT model has Megatron's as the attribute `model`.
@@ -131,7 +131,7 @@ def gpt_config(hugging_face: Values, dimensions: Dimensions, is_tied: bool) -> V
     model_type = str(hugging_face.get("model_type"))
     length = hugging_face.get("max_position_embeddings")
     parameters = hugging_face.get("rope_parameters") or {}
-    config: ValueDict = {
+    config = {
         "mcore_gpt": True,
         "num_layers": dimensions.num_layers,
         "hidden_size": hugging_face.get("hidden_size"),
@@ -166,7 +166,7 @@ def _add_artifacts(config: ValueDict, files: Files) -> FileDict:
     The Hugging Face config becomes ``hf_config``, and the files of the tokenizer become keys of ``tokenizer``, in which
     dots are replaced: OmegaConf separates keys by dots. Keys that the user's config has are not changed.
     """
-    artifacts: FileDict = {}
+    artifacts = {}
     tokenizer = config.setdefault("tokenizer", {})
     for name, content in files.items():
         # NeMo puts 32 hexadecimal digits before the names, so that artifacts of several models can coexist.

@@ -18,15 +18,14 @@ from automodel_ckpt.checkpoint.export.files import write_side_files
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, main_dtype
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
-from automodel_ckpt.checkpoint.parts.slices import nbytes_of
-from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict, Values
+from automodel_ckpt.checkpoint.parts.slices import TensorDict, nbytes_of
 from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import TENSORRT_LLAMA, RankTensor, tensors_of_rank
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.convert.type_aliases import FileDict, Files, TensorDict, ValueDict, Values
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, unusable
 
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
@@ -91,8 +90,9 @@ def _tensors(export: Export, dimensions: Dimensions) -> TensorDict:
     stored = export.source.tensors
     for name, tensor in stored.items():
         if tensor.dtype not in ORDINARY_FLOATS:
-            what = "a tensor is not of a floating-point dtype"
-            raise _unusable(what, f"{name}: {tensor.dtype}", export.where)
+            raise _unusable(
+                "a tensor is not of a floating-point dtype", f"{name}: {tensor.dtype}", export.where
+            )
     converted = TENSORRT_LLAMA.from_hugging_face(stored, dimensions, export.where)
     tensors = dict(converted.tensors)
     # Tied embeddings are written twice, as NVIDIA's exporter does.
@@ -158,18 +158,22 @@ def _config(files: Files, dtype: str, num_ranks: int, where: str) -> tuple[Value
         raise _unusable("TensorRT-LLM needs the model's config.json", "no such file", where)
     config = parse_json(content)
     if config.get("model_type") not in _MODEL_TYPES:
-        what = "only Llama and Mistral models are written for TensorRT-LLM"
-        raise _unusable(what, config.get("model_type"), where)
+        raise _unusable(
+            "only Llama and Mistral models are written for TensorRT-LLM",
+            config.get("model_type"),
+            where,
+        )
     for key in ("attention_bias", "mlp_bias", "sliding_window"):
         if config.get(key):
-            what = f"a model with {key} is not written for TensorRT-LLM"
-            raise _unusable(what, config[key], where)
+            raise _unusable(
+                f"a model with {key} is not written for TensorRT-LLM", config[key], where
+            )
     for key in _REQUIRED:
         if type(config.get(key)) is not int:
             raise _unusable(f"the model's config.json has no {key}", config.get(key), where)
     num_heads = config["num_attention_heads"]
     architecture = (config.get("architectures") or ["LlamaForCausalLM"])[0]
-    result: ValueDict = {
+    result = {
         "producer": {"name": "automodel_ckpt"},
         "architecture": architecture,
         "dtype": dtype,
@@ -206,7 +210,7 @@ def _rotary(config: Values) -> ValueDict:
     """Return the base and the scaling of the rotary embedding, from either generation of Hugging Face's keys."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = parameters.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROTARY_BASE
-    found: ValueDict = {"rotary_base": base}
+    found = {"rotary_base": base}
     kind = parameters.get("rope_type") or parameters.get("type")
     if kind not in (None, "default"):
         scaling = {"type": kind}

@@ -7,12 +7,13 @@ Tied names share one storage in the file, as ``torch.save`` writes them. Imports
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.files.type_aliases import Texts, ValueDict
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
     ArchiveTensor,
@@ -24,7 +25,6 @@ from automodel_ckpt.convert.formats.format import ParameterGroup
 from automodel_ckpt.convert.formats.torch.run_state import RunState
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.convert.type_aliases import ValueDict
 
 _CONFIG = "config.json"
 _EMBEDDING = "embed_tokens.weight"
@@ -45,7 +45,7 @@ def state_dict_of(export: Export, source: Source, prefix: str) -> dict[str, Arch
     """Return the tensors of *source* by name, with the *prefix*, and log casts. A tied name is the tensor that it is
     tied to."""
     cast_code = export.cast_code
-    state_dict: dict[str, ArchiveTensor] = {}
+    state_dict = {}
     casts: Counter[tuple[str, str]] = Counter()
     for fqn, tensor in source.tensors.items():
         dtype = tensor.dtype
@@ -67,13 +67,13 @@ def archive_tensor(root: Path, tensor: Tensor, dtype: str) -> ArchiveTensor:
 
 def numbered_state(run: RunState, groups: Iterable[ParameterGroup]) -> ValueDict:
     """Return the state dict of a run's optimizer as torch has it: the parameters are numbered through its *groups*."""
-    state: dict[int, ValueDict] = {}
-    written: list[ValueDict] = []
+    state = {}
+    written = []
     number = 0
     for group in groups:
         first = number
         for name in group.parameters:
-            entry: ValueDict = dict(run.values.get(name, {}))
+            entry = dict(run.values.get(name, {}))
             for key, tensor in run.tensors.get(name, {}).items():
                 entry[key] = archive_tensor(run.root, tensor, tensor.dtype)
             if entry:
@@ -83,7 +83,7 @@ def numbered_state(run: RunState, groups: Iterable[ParameterGroup]) -> ValueDict
     return {"state": state, "param_groups": written}
 
 
-def _ties(source: Source) -> Mapping[str, str]:
+def _ties(source: Source) -> Texts:
     """Return {tied name: stored name}. The manifest of Hugging Face files has them, but not the source.
 
     A model's ``state_dict()`` has two names where config.json ties the output layer to the embedding, and the files
@@ -91,7 +91,7 @@ def _ties(source: Source) -> Mapping[str, str]:
     """
     if source.tied:
         return source.tied
-    ties: dict[str, str] = {}
+    ties = {}
     config = read_json(source.config_directory, _CONFIG) or {}
     embeddings = [name for name in source.tensors if name.endswith(_EMBEDDING)]
     has_head = any(name.endswith(_HEAD) for name in source.tensors)

@@ -17,10 +17,11 @@ from typing import Any
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import write_torch_archive
-from automodel_ckpt.checkpoint.sources.source import MODEL, is_checkpoint, unusable
+from automodel_ckpt.checkpoint.sources.source import MODEL, is_checkpoint
 from automodel_ckpt.convert.formats.format import (
     ModelParameter,
     ParameterGroup,
@@ -31,8 +32,7 @@ from automodel_ckpt.convert.formats.trainer import OPTIMIZER_FILE, SCHEDULER_FIL
 from automodel_ckpt.convert.imports.training_import import lambda_schedule
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import numbered_state
-from automodel_ckpt.convert.type_aliases import ValueDict, Values
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 NOT_TRANSFERRED = ("random numbers", "order of the data", "best metric")
 """What else the Trainer's checkpoints have, in words."""
@@ -122,8 +122,11 @@ def _groups(
         options_of |= dict.fromkeys(group.parameters, group.options)
     unknown = sorted(options_of.keys() - {parameter.name for parameter in model})
     if unknown:
-        what = "the optimizer trains a parameter that the model of config.json does not have"
-        raise _unusable(what, where, unknown[0])
+        raise _unusable(
+            "the optimizer trains a parameter that the model of config.json does not have",
+            where,
+            unknown[0],
+        )
     trained = [parameter for parameter in model if parameter.name in options_of]
     for decays in (True, False):
         names = [parameter.name for parameter in trained if parameter.decays == decays]

@@ -7,7 +7,7 @@ Understanding Transformer" (Donut), 2022, with which the data set CORD v2 was pu
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import re
 from collections.abc import Mapping
@@ -34,9 +34,6 @@ from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
-
-_MAX_DEPTH = 100
-"""Levels of an object that becomes a token sequence. Deeper ones would exhaust the stack."""
 
 
 def _require_one_question(prompt: str | None, prompt_field: str | None) -> None:
@@ -142,25 +139,20 @@ class AnswerColumns:
         return RowContent(_conversation(question, answer), images)
 
 
-def json_tokens(value: Any, depth: int = 0) -> str:
-    """Write a JSON value, *depth* levels within another one, as Donut's token sequence.
+def json_tokens(value: Any) -> str:
+    """Write a JSON value as Donut's token sequence.
 
     An object is ``<s_key>value</s_key>`` for each key, the keys in descending order; the items of a list are separated
-    by ``<sep/>``; the object ``{"text_sequence": text}`` is its text; anything else is its text. Raises
-    :class:`UnusableSample` for an object that is nested too deeply.
+    by ``<sep/>``; the object ``{"text_sequence": text}`` is its text; anything else is its text.
     """
-    if depth > _MAX_DEPTH:
-        raise UnusableSample(
-            "an answer is nested too deeply", f"more than {_MAX_DEPTH} levels", "remove this row"
-        )
     if isinstance(value, list):
-        return "<sep/>".join(json_tokens(item, depth + 1) for item in value)
+        return "<sep/>".join(json_tokens(item) for item in value)
     if not isinstance(value, dict):
         return str(value)
     if value.keys() == {"text_sequence"}:
         return str(value["text_sequence"])
     return "".join(
-        f"<s_{key}>{json_tokens(value[key], depth + 1)}</s_{key}>"
+        f"<s_{key}>{json_tokens(value[key])}</s_{key}>"
         for key in sorted(value, key=str, reverse=True)
     )
 
@@ -171,21 +163,20 @@ def _tokens_of_answer(value: Any, field: str) -> str:
     CORD's annotations are in ``gt_parse``, or in the list ``gt_parses``, of which the first is used. Raises
     :class:`UnusableSample` if it is not an object.
     """
-    try:
+    # An object may be nested too deeply for Python's stack.
+    with contextlib.suppress(RecursionError):
         found = parsed(value)
-    except RecursionError:
-        found = None
-    if isinstance(found, dict) and isinstance(found.get("gt_parses"), list):
-        found = next(iter(found["gt_parses"]), None)
-    elif isinstance(found, dict) and "gt_parse" in found:
-        found = found["gt_parse"]
-    if not isinstance(found, dict) or not found:
-        raise UnusableSample(
-            "an answer is not a JSON object",
-            f"column {field}: {json.dumps(value, default=str)[:80]}",
-            "correct this row, or set dataset.answer_format text",
-        )
-    return json_tokens(found)
+        if isinstance(found, dict) and isinstance(found.get("gt_parses"), list):
+            found = next(iter(found["gt_parses"]), None)
+        elif isinstance(found, dict) and "gt_parse" in found:
+            found = found["gt_parse"]
+        if isinstance(found, dict) and found:
+            return json_tokens(found)
+    raise UnusableSample(
+        "an answer is not a JSON object",
+        f"column {field}: {str(value)[:80]}",
+        "correct this row, or set dataset.answer_format text",
+    )
 
 
 def _text(row: Item, field: str) -> str:

@@ -203,7 +203,8 @@ def open_image(value: Any, folder: Path) -> Any:
             opened = source
             if not isinstance(source, image_module.Image):
                 opened = image_module.open(source)
-            return _with_8_bits(_upright(opened)).convert("RGB")
+            _check_bits(opened)
+            return _upright(opened).convert("RGB")
     except MemoryError:
         raise
     except UnusableSample as error:
@@ -212,23 +213,14 @@ def open_image(value: Any, folder: Path) -> Any:
         raise _unreadable(where, error, "an image") from error
 
 
-def _with_8_bits(image: Any) -> Any:
-    """Scale a grayscale image of 16 bits to 8 bits; return others unchanged.
-
-    Pillow would clip the values, so that nearly all pixels would be white. Raises :class:`UnusableSample` for pixels of
-    32 bits: no file format defines their largest value.
-    """
-    # Pillow reads 16 bits of a PGM file into 32, scaled so that white is 65535.
-    is_16_bit = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
-    if image.mode in ("I", "F") and not is_16_bit:
+def _check_bits(image: Any) -> None:
+    """Raise :class:`UnusableSample` for a grayscale image of 16 or 32 bits, whose values Pillow would clip to 8."""
+    if image.mode.startswith(("I", "F")):
         raise UnusableSample(
-            "an image has 32 bits per pixel, whose range of brightness is not known",
+            "an image has more than 8 bits per channel",
             f"mode {image.mode}",
-            "convert it to 8 or 16 bits per channel, scaled so that the largest value is white",
+            "convert it to 8 bits per channel, scaled so that the largest value is white",
         )
-    if not is_16_bit:
-        return image
-    return pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
 
 def _upright(image: Any) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import csv
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -264,14 +263,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _finite(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"number {text[:40]} is too large")
-    return number
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 # The csv module keeps the limit in a C long, which has 32 bits on some platforms.

@@ -209,7 +209,7 @@ def samples_of_rows(
     """Tokenize *rows*, as :func:`samples_of` does without *streaming*; *fingerprint* changes with their content."""
 
     def build(directory: Path) -> None:
-        log.info("preparing the data of %s; later starts read the result from the cache", key[0])
+        log.debug("preparing %s; later starts read the result from the cache", rows.path)
         prepare(rows, encode, policy, directory, kind.group_size)
         unused = [name for name in rows.fields if fields is not None and name not in fields]
         if unused:

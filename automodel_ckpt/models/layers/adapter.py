@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.base.units import counted
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.vocabulary import num_embeddings
 from automodel_ckpt.models.layers.adapter_layers import (
@@ -82,16 +81,6 @@ def add_adapters(
     description["parameters"] = parameters
     description["ranks"] = {name: rank for name, rank in ranks.items() if rank != lora.r}
     description["alphas"] = {name: alpha for name, alpha in alphas.items() if alpha != lora.alpha}
-    trained = [each.numel() for each in wrapped.parameters() if each.requires_grad]
-    log.debug(
-        "adapters on %s%s: %s of %s parameters are trained, and checkpoints hold only these",
-        counted(len(targets) + len(parameters), "layer"),
-        f", and {', '.join(saved)} as a whole" if saved else "",
-        f"{sum(trained):,}",
-        f"{sum(each.numel() for each in wrapped.parameters()):,}",
-    )
-    if was_resized:
-        log.debug("the embeddings are saved too: their size differs from the base's")
     return Adapted(wrapped, peft_config, description)
 
 

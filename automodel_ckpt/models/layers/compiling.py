@@ -34,17 +34,11 @@ def compile_layers(
     Raises :class:`RecipeError` for no layers, and for a backend or mode that is not there or cannot work on *device*.
     """
     if not layers:
-        raise _refused(
-            "this model has no repeated layers to compile",
-            "enabled",
-            True,
-            "remove the compile section",
-        )
-    _check_backend(backend, device or torch.device("cpu"))
-    modes = list(torch._inductor.list_mode_options()) if backend == "inductor" else []
-    if mode is not None and mode not in modes:
-        hint = f"only inductor has modes: {', '.join(modes)}" if modes else "remove compile.mode"
-        raise _refused("this backend has no such mode", "mode", mode, hint)
+        raise _unusable("this model has no repeated layers to compile", type(layers).__name__)
+    if mode is not None and backend != "inductor":
+        raise _unusable("only inductor has modes", mode)
+    if backend == "inductor" and (device is None or device.type == "cpu"):
+        _check_compiler()
     if num_widths is not None or dynamic is not False:
         # Above this limit, torch runs a function uncompiled. Each width, and the width of samples without padding, is
         # compiled for evaluation, for training, and for the training of a layer with inputs that need no gradient: the
@@ -55,7 +49,10 @@ def compile_layers(
         config.recompile_limit = max(config.recompile_limit, most)
     for layer in layers:
         # Not torch.compile(layer): its wrapper adds _orig_mod to the names of parameters.
-        layer.compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
+        try:
+            layer.compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise _unusable("torch.compile does not accept these settings", error) from error
     num_layers = counted(len(layers), "layer")
     log.info("compiling %s with %s: the first steps take longer", num_layers, backend)
 
@@ -80,27 +77,17 @@ def num_row_widths(
     return _AUTO_WIDTHS if device_type == "cuda" or dynamic is False else None
 
 
-def _check_backend(backend: str, device: torch.device) -> None:
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise _refused(
-            "torch has no such compiler backend", "backend", backend, f"it has {', '.join(known)}"
-        )
-    if backend != "inductor" or device.type != "cpu":
-        return
+def _check_compiler() -> None:
+    """Raise :class:`RecipeError` without a C++ compiler, which inductor looks for in the first forward pass only."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        # Checked here, because inductor looks for it only in the first forward pass, after the
-        # weights are loaded.
         get_cpp_compiler()
     except (InvalidCxxCompiler, RuntimeError) as error:
-        hint = "install g++, or set compile.backend aot_eager"
-        raise _refused(
-            "inductor cannot find a C++ compiler for the CPU", "backend", backend, hint
-        ) from error
+        raise _unusable("inductor cannot find a C++ compiler for the CPU", error) from error
 
 
-def _refused(what: str, key: str, value: object, hint: str) -> RecipeError:
-    return RecipeError(what, where=f"compile.{key}", value=value, hint=hint)
+def _unusable(what: str, value: object) -> RecipeError:
+    hint = "correct or remove the section compile; backend aot_eager needs no compiler"
+    return RecipeError(what, where="compile", value=value, hint=hint)

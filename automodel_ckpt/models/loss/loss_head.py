@@ -303,10 +303,6 @@ def install_loss_head(
         return None
     head = LossHead.of(layer)
     head.transform = transform
-    if transform.scale != 1:
-        log.debug("the loss head multiplies logits by %g, as the model does", transform.scale)
-    if transform.cap is not None:
-        log.debug("the loss head caps logits at %g, as the model does", transform.cap)
     return head
 
 

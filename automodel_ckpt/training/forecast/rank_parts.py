@@ -195,7 +195,6 @@ def _first_micro_batch(recipe: Any) -> Mapping[str, Tensor] | None:
         size = recipe.config.step_scheduler.local_batch_size
         samples = [loader.dataset[number] for number in range(size)]
         batch: Mapping[str, Tensor] = loader.collate_fn(samples)
-        log.debug("the first micro-batch has rows %s", list(batch["input_ids"].shape))
     except Exception as error:
         log.debug("the first samples make no micro-batch: %r", error)
         return None

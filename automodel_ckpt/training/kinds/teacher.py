@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -41,8 +40,6 @@ from automodel_ckpt.training.model.sections import (
     text_tokenizer,
 )
 from automodel_ckpt.training.model.trainable import Trainable
-
-log = logging.getLogger("automodel_ckpt")
 
 Tensors = Mapping[str, Tensor]
 Order = np.ndarray[Any, Any]
@@ -175,11 +172,6 @@ def check_vocabularies(
             value=f"{teacher.name}: {sizes}",
             hint="set model.vocab_size to the size of the teacher, or remove distributed.tp_size",
         )
-    log.debug(
-        "the tokenizers of teacher and student are equal; the first %d of %s are compared",
-        shared,
-        sizes,
-    )
     return shared
 
 

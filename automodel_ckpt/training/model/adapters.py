@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,6 @@ from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
 from automodel_ckpt.training.model.sections import ModelRequest, repository_options
 
-log = logging.getLogger("automodel_ckpt")
-
 
 def lora_of(section: PeftConfig) -> Lora:
     """The fields of the section that describe the adapters, without the fields that describe the base."""
@@ -55,17 +52,17 @@ def fresh_base(request: ModelRequest) -> None:
 
     # Its end is a collective: the other ranks read the base only after rank 0 has written it.
     with raise_on_all_ranks(layout.gloo_group):
-        if layout.is_rank0 and make_base(
-            directory,
-            request.model_config,
-            auto_class=request.auto_class,
-            # The same files on every machine, whatever the device that trains adapters on them.
-            dtype=section.dtype or "float32",
-            seed=config.seed,
-            preprocessor=request.preprocessor,
-            repository=repository_options(section),
-        ):
-            log.debug("the base model is stored in %s for later starts", directory)
+        if layout.is_rank0:
+            make_base(
+                directory,
+                request.model_config,
+                auto_class=request.auto_class,
+                # The same files on every machine, whatever the device that trains adapters on them.
+                dtype=section.dtype or "float32",
+                seed=config.seed,
+                preprocessor=request.preprocessor,
+                repository=repository_options(section),
+            )
 
 
 def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:

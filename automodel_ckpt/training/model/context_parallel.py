@@ -41,10 +41,6 @@ def divide_rows(
     for reason in gather_objects(layout.gloo_group, difference):
         if reason:
             raise context_parallel_error(model, reason)
-    log.debug(
-        "rows are divided along the sequence among %d ranks, each of which has some of the heads of attention",
-        context.size,
-    )
     return context
 
 

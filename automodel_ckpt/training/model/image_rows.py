@@ -59,18 +59,13 @@ def choose_image_rows(probed: ProbedModel, collate: ImageTextCollator) -> ImageR
                 value=f"{type(model).__name__}, {attention} attention{apart.reason}",
                 hint="leave packed_sequence out, or use another model or attn_implementation",
             )
-    kind = "position ids" if positions_of is None else "rotary positions of images"
-    how = f"{attention} attention separates them by their {kind}"
-    kernel = choose_document_kernel(probed) if masks is None else ""
-    if kernel:
+    if masks is None and choose_document_kernel(probed):
         # All packs in one row. The kernel finds the documents in it.
         in_one_row = replace(rows, one_row=True)
         apart = replace(probe, rows=in_one_row).keeps_samples_apart()
         if on_all_ranks(layout.gloo_group, bool(apart)):
-            rows, how = in_one_row, f"attention is limited to each sample ({kernel})"
-        else:
-            attend_by_mask(model)
-    log.debug("packing samples with images; %s", how)
+            return in_one_row
+        attend_by_mask(model)
     return rows
 
 

@@ -182,13 +182,7 @@ def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
         rows = replace(rows, unpadded_length=unpadded_length)
     from automodel_ckpt.data.batches.packing import RowWidths, WidenedRows
 
-    widths = RowWidths(longest, count, multiple)
-    log.debug(
-        "rows are padded to one of %d widths up to %d tokens (compile.row_widths)",
-        len(widths.widths),
-        widths.widths[-1],
-    )
-    return WidenedRows(rows, widths, unpadded_length)
+    return WidenedRows(rows, RowWidths(longest, count, multiple), unpadded_length)
 
 
 def _longest_row(request: ModelRequest) -> int | None:
@@ -232,13 +226,6 @@ def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSet
                 value=scope,
                 hint="set output_router_logits: true in the model's config, or remove the key",
             )
-        unused = router_settings(model, is_requested=False)
-        if unused is not None and request.is_trained and scope:
-            log.debug(
-                "no load balancing loss of the router (coefficient %g): output_router_logits is false in the model's "
-                "config; model.config_overrides can set it",
-                unused.coefficient,
-            )
         return None
     if not scope or not request.is_trained:
         return None
@@ -269,11 +256,6 @@ def build_router_loss(
         counts_here=layout.reports_loss,
     )
     check_router_loss(model, router_loss.of_logits, options, request.row_multiple, layout.device)
-    log.debug(
-        "the router's load balancing loss is added with the coefficient %g, over each %s (model.router_aux_loss)",
-        settings.coefficient,
-        router_loss.over.replace("_", " "),
-    )
     return router_loss
 
 
@@ -321,9 +303,4 @@ def install_mtp(
     assert output is not None
     part_of = context.slice_of if context is not None else None
     layers.install(inner, output, part_of)
-    log.debug(
-        "the loss of %d further tokens is added with the factor %g (model.mtp)",
-        layers.num_depths,
-        layers.factor,
-    )
     return layers

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from automodel_ckpt.base.device_copies import to_device
-from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.state.module_tensors import (
     record_complete_tensors,
     set_stored_layout,
@@ -216,19 +215,16 @@ def _fuse_layers(request: ModelRequest, model: nn.Module) -> None:
         # Adapters of layers that are quantized when they are read.
         peft = request.config.peft
         with_adapters = with_adapters and (peft is None or peft.quantize_base is None)
-    numbers = {}
     if with_layers:
         from automodel_ckpt.models.attention.position_bias import lay_out_position_biases
         from automodel_ckpt.models.layers.fused_gates import fuse_gates
         from automodel_ckpt.models.layers.fused_norms import fuse_norms
         from automodel_ckpt.models.layers.fused_rotary import fuse_rotary_embeddings
 
-        numbers = {
-            "RMS normalization": fuse_norms(model),
-            "gated layer": fuse_gates(model),
-            "rotary embedding": fuse_rotary_embeddings(model),
-            "position bias": lay_out_position_biases(model),
-        }
+        fuse_norms(model)
+        fuse_gates(model)
+        fuse_rotary_embeddings(model)
+        lay_out_position_biases(model)
     elif device_type == "cuda":
         from automodel_ckpt.models.layers.fused_rotary import restore_rotation
 
@@ -236,10 +232,7 @@ def _fuse_layers(request: ModelRequest, model: nn.Module) -> None:
     if with_adapters:
         from automodel_ckpt.models.layers.fused_adapters import fuse_adapters
 
-        numbers["adapter"] = fuse_adapters(model)
-    found = [counted(number, noun) for noun, number in numbers.items() if number]
-    if found:
-        log.debug("kernels are fused in %s (model.fused_layers)", ", ".join(found))
+        fuse_adapters(model)
 
 
 def _recompute_activations(request: ModelRequest, model: nn.Module, mode: str) -> None:
@@ -254,7 +247,6 @@ def _recompute_activations(request: ModelRequest, model: nn.Module, mode: str) -
     from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
 
     checkpoint_activations(model, mode, layers)
-    log.debug("activations of %s are recomputed (%s)", counted(len(layers), "layer"), mode)
 
 
 def _freeze_all(model: nn.Module) -> None:
@@ -351,7 +343,7 @@ def check_before_data(request: ModelRequest) -> None:
     if model is None:
         return
     check_attention(model, device)
-    # What it logs is logged again.
+    # build_trainable() does the same to the model itself, and logs it.
     with quiet(log.name):
         if config.peft is not None:
             from automodel_ckpt.models.layers.adapter_layers import find_layers

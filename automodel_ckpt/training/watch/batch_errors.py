@@ -29,8 +29,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("automodel_ckpt")
 
 
-_NUM_HINTS = 3
 Tensors = Mapping[str, torch.Tensor]
+_LESS_MEMORY = """add the first of these that you can accept and do not have, then run the same command:
+          --step_scheduler.local_batch_size=N, a smaller one  (more micro-batches)
+          --packed_sequence.size=N, a smaller one, for packed rows  (no sample may be longer)
+          --model.activation_checkpointing=true  (about a third more time)
+          --nproc-per-node=N --distributed.strategy=fsdp2, with more devices  (shards the state)
+          --distributed.strategy=fsdp2 --distributed.cpu_offload=true  (the state in host memory: slow)
+          --peft.r=16  (train LoRA adapters instead of all weights: a new run)"""
 
 
 class BatchErrors:
@@ -59,14 +65,11 @@ class BatchErrors:
             yield
         except torch.OutOfMemoryError as error:
             layout = self._layout
-            found = hints_for(self._config, layout.world_size)
-            hints = [f"\n          {hint}" for hint in found]
             raise DeviceMemoryError(
                 f"the device ran out of memory {doing}",
                 where=f"rank {layout.rank}, {layout.device}",
                 value="; ".join(self._values(error, micro_batches)),
-                hint="add the first of these that you can accept, then run the same command:"
-                + "".join(hints),
+                hint=_LESS_MEMORY,
             ) from error
 
     def _values(self, error: Exception, micro_batches: Sequence[Tensors]) -> Iterator[str]:
@@ -113,30 +116,6 @@ class BatchErrors:
         for each in [*(step.batch for step in self.pending), batch]:
             where = f"the global batch of samples {each.sample_ids[:16]}"
             check_token_ids(each.micro_batches, num_rows, where)
-
-
-def hints_for(config: RecipeConfig, num_ranks: int) -> list[str]:
-    """Three changes that need less memory, the least expensive first, as options to paste after ``ckpt-train``."""
-    section, hints = config.distributed, []
-    size, packed = config.step_scheduler.local_batch_size, config.packed_sequence
-    if size > 1:
-        smaller = next(each for each in range(size // 2, 0, -1) if size % each == 0)
-        hints.append(f"--step_scheduler.local_batch_size={smaller}  (more micro-batches)")
-    elif packed is not None:
-        hints.append(f"--packed_sequence.size={packed.size // 2}  (no sample may be longer)")
-    if getattr(config.model, "activation_checkpointing", "full") not in (True, "full"):
-        hints.append("--model.activation_checkpointing=true  (about a third more time)")
-    if num_ranks > 1 and section.strategy == "ddp":
-        hints.append("--distributed.strategy=fsdp2  (shards the state)")
-    elif num_ranks == 1 and torch.cuda.device_count() > 1:
-        hints.append("--nproc-per-node=2 --distributed.strategy=fsdp2  (shards the state)")
-    if not section.cpu_offload and section.strategy != "ddp":
-        hints.append(
-            "--distributed.strategy=fsdp2 --distributed.cpu_offload=true  (the state in host memory: slow)"
-        )
-    if config.peft is None:
-        hints.append("--peft.r=16  (train LoRA adapters instead of all weights: a new run)")
-    return hints[:_NUM_HINTS]
 
 
 def listed(names: Sequence[object], limit: int = 5) -> str:

@@ -20,7 +20,7 @@ from tools import demo_vlm
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
+@pytest.mark.further
 @pytest.mark.timeout(300)
 def test_the_demo_runs_to_its_end(
     tmp_path: Path,

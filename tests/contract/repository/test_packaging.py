@@ -242,7 +242,7 @@ def offline_environment(directory: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.further
 @pytest.mark.timeout(300)
 def test_a_stranger_chats_with_a_lora_after_the_five_commands_of_the_readme(
     built: Built, tmp_path: Path
@@ -313,6 +313,7 @@ def test_a_guide_lists_each_extra_with_its_packages_and_lowest_versions() -> Non
     assert listed == for_users
 
 
+@pytest.mark.further
 def test_an_editable_install_finds_the_recipes_through_the_link(
     built: Built, tmp_path: Path
 ) -> None:

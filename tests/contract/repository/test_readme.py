@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -27,13 +26,6 @@ COMMANDS = [
     for line in README.splitlines()
     if line.startswith("    ckpt-train ")
 ]
-
-
-def run(*command: str | Path, cwd: Path) -> str:
-    words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def make_model(directory: Path) -> None:
@@ -111,9 +103,12 @@ def test_the_recipe_trains_and_its_merged_export_is_loaded_by_transformers(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_training_command_is_accepted(command: str, trained: Path) -> None:
+def test_each_training_command_is_accepted(
+    command: str, trained: Path, commands: CommandServer
+) -> None:
     words = shlex.split(command.replace("RECIPE.yaml", "recipe.yaml"))
-    assert run(BIN / words[0], *words[1:], "--print-config", cwd=trained)
+    done = commands.run(*words, "--print-config", cwd=trained)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_commands_on_checkpoints_run(trained: Path, commands: CommandServer) -> None:

@@ -42,7 +42,7 @@ def test_a_run_with_seven_saves_prints_thirty_lines_in_a_pipe(
         r" step +(\d+)/60 .*  validation loss [\d.]+.*  saved epoch_\d_step_\1: ", text
     )
     assert [int(step) for step in saves] == [*range(9, 60, 9), 60]
-    assert re.search(r"step  6/60 .*  ends (... )?\d\d:\d\d\n", text)
+    assert re.search(r"step  6/60 .*  ends (... \d\d )?\d\d:\d\d\n", text)
     # At the start, what is trained on what, and where it is saved.
     start = text[: text.index(" step ")].splitlines()
     assert len(start) <= 7

@@ -2,7 +2,8 @@
 layout, on one rank and on two; and that each goes on exactly where it stopped.
 
 AUTOMODEL_CKPT_ALL_TREES=1 (`make trees`) looks at every combination on one rank and on two, and resumes each, on as
-many ranks and on the other number; else each is looked at on one of the two, and one of them resumed.
+many ranks and on the other number. Otherwise each combination of a language model, and one of a vision-language model
+on each number of ranks, is looked at on one of the two, and one of them resumed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
 PROCESSOR = [*TOKENIZER, "processor_config.json", "chat_template.jinja"]
 ADAPTER = ["adapter_config.json", "automodel_peft_config.json"]
 SHORT = (
-    "--step_scheduler.max_steps=4",
-    "--step_scheduler.ckpt_every_steps=2",
+    "--step_scheduler.max_steps=2",
+    "--step_scheduler.ckpt_every_steps=1",
     "--step_scheduler.global_batch_size=4",
     "--lr_scheduler=null",
 )
@@ -85,7 +86,7 @@ CASES = [
 
 
 def cases_on(num_ranks: int) -> list[Case]:
-    return CASES if ALL else CASES[num_ranks - 1 :: 2]
+    return CASES if ALL else CASES[num_ranks - 1 : 8 : 2]
 
 
 def expected_tree(case: Case, num_ranks: int, *, last: bool) -> set[str]:
@@ -167,7 +168,7 @@ def train_all(recipes: list[tuple[Case, Path, int]], *extra: str) -> dict[str, d
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one_rank", "two_ranks"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Every case trained for four steps, saved at two and four: the number of ranks, the root, each rank's digests."""
+    """Every case trained for two steps, both saved: the number of ranks, the root, each rank's digests."""
     num_ranks, root = request.param, tmp_path_factory.mktemp(f"trees-{request.param}")
     (root / "vlm").mkdir()
     prepare(root / "vlm", "llava")
@@ -189,9 +190,9 @@ def test_each_checkpoint_has_exactly_these_files(trained: Any) -> None:
     num_ranks, root, _ = trained
     wrong = {}
     for case in cases_on(num_ranks):
-        for step in (2, 4):
+        for step in (1, 2):
             found = tree(root / case.name / "run" / f"epoch_0_step_{step}")
-            expected = expected_tree(case, num_ranks, last=step == 4)
+            expected = expected_tree(case, num_ranks, last=step == 2)
             if found != expected:
                 wrong[f"{case.name} step {step}"] = sorted(found ^ expected)
     assert wrong == {}
@@ -205,7 +206,7 @@ def test_each_goes_on_bit_for_bit_and_on_another_number_of_ranks(trained: Any) -
     recipes = [(case, root / case.name / "recipe.yaml", ports[case]) for case in cases]
     options = (
         "--checkpoint.checkpoint_dir={run}/again",
-        "--checkpoint.restore_from={run}/run/epoch_0_step_2",
+        "--checkpoint.restore_from={run}/run/epoch_0_step_1",
         "--step_scheduler.local_batch_size=2",
         "--checkpoint.save_consolidated=false",
     )
@@ -221,4 +222,4 @@ def test_each_goes_on_bit_for_bit_and_on_another_number_of_ranks(trained: Any) -
             [float.fromhex(step["loss"]) for step in steps_of(root / case.name / run)]
             for run in ("run", "other")
         ]
-        assert losses[1] == pytest.approx(losses[0][2:], rel=1e-4), case.name
+        assert losses[1] == pytest.approx(losses[0][1:], rel=1e-4), case.name

@@ -72,7 +72,7 @@ model:
     intermediate_size: 16, vocab_size: 64}
 dataset: {_target_: automodel_ckpt.examples.data.mock.random_tokens, vocab_size: 64, seq_length: 8, num_samples: 64}
 distributed: {backend: gloo}
-step_scheduler: {global_batch_size: 8, local_batch_size: 2, max_steps: 20, ckpt_every_steps: 10}
+step_scheduler: {global_batch_size: 8, local_batch_size: 2, max_steps: 8, ckpt_every_steps: 4}
 checkpoint: {checkpoint_dir: run, is_async: true, save_consolidated: false, memory: {every_steps: 1, directory: memory}}
 """
 
@@ -125,7 +125,7 @@ def test_on_one_node_no_other_node_can_connect(
     found: set[str] = set()
     while process.poll() is None:
         found |= listening(process.pid)
-        time.sleep(0.02)
+        time.sleep(0.1)
     assert process.returncode == 0
     assert found <= {"0100007F", "0000000000000000FFFF00000100007F"}
     assert found or not words, "no socket was seen"

@@ -35,7 +35,7 @@ def test_the_report_states_when_how_large_and_what_to_change(
     assert f"the device ran out of memory {doing}" in text
     assert "PyTorch: CUDA out of memory. Tried to allocate 2.00 GiB" in text
     positions = [
-        text.index("--step_scheduler.local_batch_size=2"),
+        text.index("--step_scheduler.local_batch_size=N"),
         text.index("--model.activation_checkpointing=true"),
         text.index("--distributed.strategy=fsdp2 --distributed.cpu_offload=true"),
     ]

@@ -19,7 +19,12 @@ from tests.support.runs import training
     [
         (3, "{strategy: ddp}", "rank 1"),
         # Ranks 1 and 3 have the same shard, and no third rank has it.
-        (4, "{strategy: fsdp2, dp_replicate_size: 2}", "rank 1, 3"),
+        pytest.param(
+            4,
+            "{strategy: fsdp2, dp_replicate_size: 2}",
+            "rank 1, 3",
+            marks=pytest.mark.further,
+        ),
     ],
 )
 def test_a_run_ends_before_it_saves_replicas_that_differ(

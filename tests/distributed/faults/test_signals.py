@@ -1,17 +1,19 @@
-"""Signals to a real training on two ranks: a sample of the campaign `signals`, and what happens when a rank is lost."""
+"""Signals to a real training on two ranks: a sample of the campaign `signals`, and ranks that are lost."""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.runs.marked_trainer import Trainer
 from tests.support.servers.command_server import CommandServer
-from tools.crash import results, signals
-from tools.crash.trainer import Trainer
+from tools.crash import signals
 
 STEPS = 8
 PATIENCE = 120
@@ -35,21 +37,17 @@ def test_signals_at_random_instants_stop_all_ranks_in_order(commands: CommandSer
     assert done.points == 2
 
 
-@pytest.mark.parametrize(("is_async", "target"), [("true", "launcher")])
-def test_a_stop_exports_nothing_and_says_how_to(
-    tmp_path: Path, is_async: str, target: str, commands: CommandServer
-) -> None:
+def test_a_stop_exports_nothing_and_says_how_to(tmp_path: Path, commands: CommandServer) -> None:
     chain = signals.Chain(tmp_path, "run", commands)
-    with chain.start(is_async=is_async, save_consolidated="every") as trainer:
+    with chain.start(is_async="true", save_consolidated="every") as trainer:
         wait_for(trainer, 0, "accumulation")
-        trainer.send(target, signal.SIGUSR1)
+        trainer.send("launcher", signal.SIGUSR1)
         assert trainer.wait(PATIENCE) and trainer.code == 75, trainer.log
-    if target == "launcher":
-        (notice,) = (line for line in trainer.log.splitlines() if "stopping after step" in line)
-        again = "send it again to stop now without saving"
-        assert notice.endswith(
-            f" SIGUSR1: stopping after step 1 at the latest: saving, then exit 75; {again}"
-        )
+    (notice,) = (line for line in trainer.log.splitlines() if "stopping after step" in line)
+    again = "send it again to stop now without saving"
+    assert notice.endswith(
+        f" SIGUSR1: stopping after step 1 at the latest: saving, then exit 75; {again}"
+    )
     (checkpoint,) = chain.root.glob("epoch_*")
     assert not (checkpoint / "model" / "consolidated").exists()
     assert f"to export it: ckpt consolidate {checkpoint}" in trainer.log
@@ -60,15 +58,19 @@ def test_a_stop_exports_nothing_and_says_how_to(
     assert text.endswith("the same command continues from there\n")
 
 
+def undisturbed(base: Path, commands: CommandServer, **keys: Any) -> signals.Chain:
+    """A run of STEPS steps that nothing disturbs."""
+    chain = signals.Chain(base, "whole", commands)
+    with chain.start(steps=STEPS, keys=keys) as trainer:
+        assert trainer.wait(PATIENCE) and trainer.code == 0, trainer.log
+    return chain
+
+
 def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_not_been(
     tmp_path: Path, commands: CommandServer
 ) -> None:
-    whole, killed = (
-        signals.Chain(tmp_path, "whole", commands),
-        signals.Chain(tmp_path, "killed", commands),
-    )
-    with whole.start(steps=STEPS) as trainer:
-        assert trainer.wait(PATIENCE) and trainer.code == 0, trainer.log
+    expected = undisturbed(tmp_path, commands)
+    killed = signals.Chain(tmp_path, "killed", commands)
     with killed.start(steps=STEPS, max_restarts=1) as trainer:
         wait_for(trainer, 1, "step", 6)
         trainer.send("rank1", signal.SIGKILL)
@@ -78,7 +80,33 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_no
     again = next(after for before, after in pairwise(batches) if after.step < before.step)
     assert "restart 1 of 1" in trainer.log
     assert again.step == 4, "the newest checkpoint's"
-    assert results.differences(killed.root, results.result_of(whole.root, STEPS), STEPS) == []
+    assert killed.differences(expected) == []
+
+
+def test_a_killed_rank_continues_from_memory_and_a_failed_run_from_its_copy_on_disk(
+    tmp_path: Path, commands: CommandServer
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    killed = signals.Chain(tmp_path, "killed", commands)
+    # No save on disk is due before the end.
+    keys: dict[str, Any] = {"step_scheduler.ckpt_every_steps": "null"}
+    expected = undisturbed(tmp_path, commands, **keys)
+    keys |= {"checkpoint.memory.every_steps": 1, "checkpoint.memory.directory": memory}
+    with killed.start(steps=STEPS, max_restarts=1, keys=keys) as trainer:
+        wait_for(trainer, 1, "step", 4)
+        trainer.send("rank1", signal.SIGKILL)
+        wait_for(trainer, 0, "data", 8)
+        assert "was loaded from memory, where every rank's state was" in trainer.log, trainer.log
+        wait_for(trainer, 1, "step", 6)
+        trainer.send("rank1", signal.SIGKILL)
+        assert trainer.wait(PATIENCE) and trainer.code == 1, trainer.log
+    assert "the newest checkpoint in memory was copied to" in trainer.log, trainer.log
+    assert os.listdir(memory) == [] and killed.newest() >= 4
+    with killed.start(steps=STEPS, keys=keys) as trainer:
+        assert trainer.wait(PATIENCE) and trainer.code == 0, trainer.log
+    assert killed.differences(expected) == []
+    assert os.listdir(memory) == []
 
 
 def test_a_save_that_waits_for_a_stopped_rank_fails_in_time_and_names_it(

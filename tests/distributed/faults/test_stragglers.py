@@ -37,7 +37,6 @@ COMMON = (
 )
 RUNS = {
     "forward-fsdp2": ("--distributed.strategy=fsdp2", *COMMON),
-    "forward-ddp": ("--distributed.strategy=ddp", *COMMON),
     "arrival": (*COMMON, "--hangs.straggler_share=0.3"),
     "none": COMMON,
 }
@@ -143,7 +142,7 @@ def forward_time(strategy: str) -> tuple[float, float]:
 def test_a_slow_rank_is_reported_with_numbers_and_no_other_is(tmp_path: Path) -> None:
     run_each(tmp_path, RUNS, num_ranks=2, recipe_class=Slow)
     assert list(reports(tmp_path / "none")) == []
-    for name in ("forward-fsdp2", "forward-ddp", "arrival"):
+    for name in ("forward-fsdp2", "arrival"):
         found = list(reports(tmp_path / name))
         assert [(each["step"], each["rank"], each["steps"]) for each in found] == [
             (10, 1, 10),

@@ -101,28 +101,6 @@ def test_ten_steps_have_the_losses_of_the_published_formulas(
     assert_as_recorded(path, case)
 
 
-WAYS = {
-    "fsdp2": ("mixed", "distributed: {strategy: fsdp2}"),
-    "ddp": ("reverse", "distributed: {strategy: ddp}"),
-    "tp": ("forward at 2", "distributed: {tp_size: 2}"),
-    "sequence parallel": ("mixed", "distributed: {tp_size: 2, sequence_parallel: true}"),
-}
-"""A recorded case, and how two ranks share the models. The last one has the teacher's logits in a cache."""
-
-
-@pytest.mark.further
-def test_two_ranks_that_share_the_models_have_the_same_losses(models: Path, tmp_path: Path) -> None:
-    paths = {}
-    for way, (case, more) in WAYS.items():
-        cache = {"top_k": VOCABULARY, "cache_dir": str(tmp_path)} if "sequence" in more else {}
-        paths[way] = write(tmp_path / way, models, case, more, **cache)
-    # Rows of one length: DTensor derives the sharding of every operation anew for another.
-    short = ("--step_scheduler.max_steps=2", "--dataloader.pad_to_multiple_of=16")
-    ranks.run_each([partial(run, path, *short) for path in paths.values()], 2)
-    for way, (case, more) in WAYS.items():
-        assert_as_recorded(paths[way], case, 1e-4 if "sequence" in more else 1e-5, num_steps=2)
-
-
 def test_all_tokens_of_a_cache_give_the_same_losses_and_later_starts_need_no_teacher(
     models: Path, tmp_path: Path
 ) -> None:
@@ -227,25 +205,19 @@ def write_mixed(directory: Path, models: Path, more: str, **distill: Any) -> Pat
 
 
 @pytest.mark.further
-@pytest.mark.parametrize(("top_k", "num_ranks"), [(None, 1), (8, 2)])
 def test_a_killed_run_continues_exactly(
-    top_k: int | None,
-    num_ranks: int,
-    models: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path / "cache"))
     more = f"{SOURCES}\ndistributed: {{strategy: fsdp2}}"
-    distill = {} if top_k is None else {"top_k": top_k}
-    whole = write_mixed(tmp_path / "whole", models, more, **distill)
-    killed = write_mixed(tmp_path / "killed", models, more, **distill)
+    whole = write_mixed(tmp_path / "whole", models, more, top_k=8)
+    killed = write_mixed(tmp_path / "killed", models, more, top_k=8)
     asynchronous = "--checkpoint.is_async=true"
     dying = partial(run, killed, asynchronous, dies_after=5)
-    ended = ranks.outcomes(dying, num_ranks, init=False)
+    ended = ranks.outcomes(dying, 2, init=False)
     assert -9 in [outcome.exitcode for outcome in ended]
     both = [partial(run, killed, asynchronous), partial(run, whole)]
-    resumed, expected = ranks.run_each(both, num_ranks)
+    resumed, expected = ranks.run_each(both, 2)
     assert resumed == expected
     assert steps_of(killed.parent / "run") == steps_of(whole.parent / "run")
     saved = {path.name for path in (killed.parent / "run/LATEST").iterdir()}

@@ -1,4 +1,4 @@
-"""DPO and ORPO: losses as TRL's, whatever divides the model, and after a kill; the reference is always the start."""
+"""DPO and ORPO: losses as TRL's, also after a kill; the reference is always the start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BertConfig, GPT2Config
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
-from tests.support.runs.preference import TENSOR_PARALLEL, recorded, step_records, write_run
+from tests.support.runs.preference import recorded, step_records, write_run
 from tests.support.runs.training import steps_of, train
 
 MEASURES = ("accuracy", "margin", "reward_chosen", "reward_rejected")
@@ -67,8 +67,8 @@ def write_gpt2(directory: Path, rate: float) -> None:
     [
         ("dpo", "llama", (HALF_LORA,)),
         ("dpo", "gpt2", ("--dpo.precompute=true",)),
-        ("orpo", "gpt2", ()),
-        ("kto", "gpt2", ()),
+        pytest.param("orpo", "gpt2", (), marks=pytest.mark.further),
+        pytest.param("kto", "gpt2", (), marks=pytest.mark.further),
     ],
 )
 def test_preferences_are_learned_without_dropout_unless_the_recipe_wants_it(
@@ -118,8 +118,7 @@ EXACT: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    "case",
-    ["full", pytest.param("adapters on two ranks", marks=pytest.mark.further), "precomputed"],
+    "case", ["full", *(pytest.param(case, marks=pytest.mark.further) for case in [*EXACT][1:])]
 )
 def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, case: str) -> None:
     num_ranks, options = EXACT[case]
@@ -137,36 +136,6 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, case: str) -> None:
     assert steps_of(tmp_path / "interrupted") == steps_of(tmp_path / "whole")
     # With the resumed policy as the reference, step 5 would have the loss of two equal models.
     assert abs(losses_of(tmp_path / "whole")[4] - math.log(2)) > 0.01
-
-
-HALF = "--step_scheduler.local_batch_size=2"
-# The reference is then computed by the original of the output layer, the policy by its copy.
-WITH_HEAD = "--peft={r: 2, alpha: 8, target_modules: [q_proj, v_proj], modules_to_save: [lm_head]}"
-SHARED: dict[str, tuple[str, ...]] = {
-    "fsdp2 and one": (HALF, "--step_scheduler.max_steps=4"),
-    "tp": TENSOR_PARALLEL,
-    "ddp": (HALF, "--distributed.strategy=ddp", "--dpo.precompute=true"),
-    "fsdp2 with adapters": (HALF, WITH_HEAD),
-    "tp with adapters": (WITH_HEAD, *TENSOR_PARALLEL),
-}
-
-
-@pytest.mark.further
-def test_losses_are_those_of_one_process_however_ranks_share_the_model(tmp_path: Path) -> None:
-    recipe = write_run(tmp_path, "dpo")
-
-    def trained(name: str, *options: str) -> dict[str, str]:
-        return train(recipe, *arguments_of(tmp_path, name, *options))
-
-    short = "--step_scheduler.max_steps=5"
-    trained("one", short)
-    trained("one with adapters", WITH_HEAD, short)
-    ranks.run_each([partial(trained, name, short, *SHARED[name]) for name in SHARED], 2)
-    # Two ranks until step 4, and one from there on.
-    trained("fsdp2 and one", short)
-    for name in SHARED:
-        expected = losses_of(tmp_path / ("one with adapters" if "adapters" in name else "one"))
-        assert losses_of(tmp_path / name) == pytest.approx(expected, abs=1e-6, rel=1e-5), name
 
 
 def first_step(directory: Path, *options: str, recipe: str = "dpo") -> dict[str, Any]:

@@ -92,14 +92,6 @@ def test_a_validation_that_a_signal_prevented_counts_when_it_is_made_up(tmp_path
     assert steps_in(directory, "validation.jsonl") == [5, 10]
 
 
-@pytest.mark.further
-def test_two_ranks_end_together(tmp_path: Path) -> None:
-    sharded = "--distributed.strategy=fsdp2"
-    metric = "--step_scheduler.early_stopping.metric=val_accuracy"
-    values(run(tmp_path / "two", *UNCHANGED, sharded, metric, num_ranks=2))
-    assert saved(tmp_path / "two")[-1] == "epoch_0_step_6"
-
-
 def test_steps_that_are_not_finite_stop_the_run_and_leave_the_last_good_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -122,7 +114,7 @@ def test_steps_that_are_not_finite_stop_the_run_and_leave_the_last_good_checkpoi
     assert steps_in(tmp_path / "limited", "training.jsonl") == list(range(1, 9))
     # A host that runs ahead has queued step 9 when it reads the numbers of step 8, and saves nothing in between.
     # With on_spike, they are spikes from which the run cannot go back.
-    how["recipe_class"] = with_loop(bad, QueuesSteps)
+    how = {"recipe_class": with_loop(bad, QueuesSteps)}
     cannot_go_back = "--step_scheduler.on_spike.rollback=100"
     for outcome in run(tmp_path / "ahead", *often, limit, cannot_go_back, **how):
         assert "the last of which is step 8" in str(outcome.error)

@@ -262,7 +262,10 @@ def test_a_validation_that_a_signal_cut_off_is_made_up_for_once(tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize("recipe_class", [SignalledInStep, SignalledInValidation])
+@pytest.mark.parametrize(
+    "recipe_class",
+    [pytest.param(SignalledInStep, marks=pytest.mark.further), SignalledInValidation],
+)
 def test_a_signal_before_the_last_save_leaves_validation_and_export_to_the_next_start(
     tmp_path: Path, recipe_class: type[LLMFinetune], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,37 +327,6 @@ def lines_of_steps(path: Path) -> list[dict[str, Any]]:
     return [record for record in lines(path) if "event" not in record]
 
 
-def test_a_loss_of_torch_takes_the_place_of_the_default(tmp_path: Path) -> None:
-    run(tmp_path, SIX, name="default")
-    run(tmp_path, SIX, "--loss_fn={_target_: torch.nn.CrossEntropyLoss}", name="torch")
-    ours, theirs = (
-        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("default", "torch")
-    )
-    assert [record["loss"] for record in ours] == pytest.approx(
-        [record["loss"] for record in theirs], rel=1e-4
-    )
-    assert saved(tmp_path / "torch/epoch_0_step_5") == saved(tmp_path / "default/epoch_0_step_5")
-
-
-@pytest.mark.further
-def test_another_optimizer_trains_and_resumes(tmp_path: Path) -> None:
-    overrides = ("--optimizer={_target_: torch.optim.SGD, lr: 0.1, momentum: 0.9}",)
-    whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", name="whole")
-    run(tmp_path, *overrides, "--step_scheduler.max_steps=5", "--lr_scheduler.decay_steps=8")
-    again = run(
-        tmp_path, *overrides, "--step_scheduler.max_steps=8", "--lr_scheduler.decay_steps=8"
-    )
-    assert again[0]["weights"] == whole[0]["weights"]
-    assert again[0]["optimizer"] == whole[0]["optimizer"]
-    events = [record for record in lines(tmp_path / "run/training.jsonl") if "event" in record]
-    assert [(event["event"], event["step"]) for event in events] == [
-        ("save", 5),
-        ("resume", 5),
-        ("save", 8),
-    ]
-    assert (events[1]["from"], events[1]["world_size"]) == ("epoch_0_step_5", 1)
-
-
 def test_a_recipe_with_more_state_saves_and_restores_it(tmp_path: Path) -> None:
     eight = ("--lr_scheduler.decay_steps=8", "--step_scheduler.max_steps=8")
     options: dict[str, Any] = {"recipe_class": WithMore}
@@ -380,26 +352,34 @@ def test_selected_activations_of_shards_are_recomputed_and_a_killed_run_continue
     assert [record["loss"] for record in kept] == [record["loss"] for record in selected]
 
 
-@pytest.mark.parametrize(
-    ("override", "what"),
-    [
-        ("--model.from_config.hidden_sise=8", "did you mean hidden_size"),
-        ("--model.from_config.model_type=lama", "did you mean llama"),
-        ("--model.from_config.hidden_size=30", "transformers rejects"),
-        ("--model.from_config.vocab_size=299", "300 tokens; the model's vocab_size is 299"),
-        ("--model.from_config.max_position_embeddings=15", "longer than the model's context"),
-        ("--model.freeze=['*embed_tokns*']", "no parameter's name matches"),
-        ("--model.freeze=['*']", "no parameter is left to train"),
-        ("--loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean}", "has to be the sum"),
-        ("--lr_scheduler={name: constant, warmup_steps: 3}", "does not use warmup_steps"),
-        ("--lr_scheduler.kwargs={cycles: 3}", "does not accept this"),
-        ("--distributed.backend=smoke-signals", "unknown torch.distributed backend"),
-    ],
-)
-def test_what_is_wrong_with_the_recipe_is_refused_before_training(
-    tmp_path: Path, override: str, what: str
-) -> None:
-    error = failure(tmp_path, override)
-    assert isinstance(error, RecipeError)
-    assert what in str(error)
+WRONG = {
+    "--model.from_config.hidden_sise=8": "did you mean hidden_size",
+    "--model.from_config.model_type=lama": "did you mean llama",
+    "--model.from_config.hidden_size=30": "transformers rejects",
+    "--model.from_config.vocab_size=299": "300 tokens; the model's vocab_size is 299",
+    "--model.from_config.max_position_embeddings=15": "longer than the model's context",
+    "--model.freeze=['*embed_tokns*']": "no parameter's name matches",
+    "--model.freeze=['*']": "no parameter is left to train",
+    "--loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean}": "has to be the sum",
+    "--lr_scheduler={name: constant, warmup_steps: 3}": "does not use warmup_steps",
+    "--lr_scheduler.kwargs={cycles: 3}": "cannot be computed",
+    "--distributed.backend=smoke-signals": "unknown torch.distributed backend",
+}
+
+
+def test_what_is_wrong_with_the_recipe_is_refused_before_training(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    place = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+
+    def errors() -> dict[str, str]:
+        found = {}
+        for override in WRONG:
+            with pytest.raises(RecipeError) as caught:
+                train(recipe, place, override)
+            found[override] = str(caught.value)
+        return found
+
+    (found,) = ranks.run(errors, 1, init=False)
+    for override, what in WRONG.items():
+        assert what in found[override]
     assert not os.path.exists(tmp_path / "run")

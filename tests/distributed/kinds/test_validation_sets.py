@@ -19,7 +19,6 @@ from tests.support.runs.training import (
     RECIPE,
     VALIDATION,
     build,
-    killed_after,
     train,
     write_recipe,
 )
@@ -115,26 +114,3 @@ def test_accuracy_and_perplexity_are_those_of_plain_transformers(tmp_path: Path)
     saved = [record for record in records if record["step"] in (5, 6)]
     highest = max(saved, key=lambda record: float(record["val_accuracy_long"]))
     assert os.readlink(tmp_path / "run/LOWEST_VAL") == f"epoch_0_step_{highest['step']}"
-
-
-@pytest.mark.further
-def test_a_killed_run_and_two_ranks_have_the_same_losses(tmp_path: Path) -> None:
-    whole = run(tmp_path, "whole", RECIPE + SETS)
-    arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}", *OVERRIDES)
-    recipe = write_recipe(tmp_path, RECIPE + SETS)
-    training = partial(train, recipe, *arguments, recipe_class=killed_after(5))
-    ranks.outcomes(training, 1, init=False)
-    assert run(tmp_path, "killed", RECIPE + SETS) == whole
-    fields = ("step", "val_loss", "val_loss_few", "val_loss_long", "val_accuracy_long")
-    one, again = (
-        [[record[field] for field in fields] for record in validations(tmp_path / name)]
-        for name in ("whole", "killed")
-    )
-    assert one == again
-    # Dropout draws other numbers on two ranks, so the weights of this comparison do not change.
-    unchanged = ("--optimizer.lr=0.0", "--step_scheduler.max_steps=3")
-    run(tmp_path, "still", RECIPE + SETS, *unchanged)
-    run(tmp_path, "two", RECIPE + SETS, *unchanged, num_ranks=2)
-    (expected,), (found,) = (validations(tmp_path / name) for name in ("still", "two"))
-    for field in fields:
-        assert found[field] == pytest.approx(expected[field], rel=1e-6)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.kinds.test_training import lines_of_steps, run
+from tests.distributed.kinds.test_training import lines_of_steps, run, run_each
 from tests.distributed.parallel.test_optim import FOUR, PLAIN
 
 EIGHT_BITS = (
@@ -18,9 +18,9 @@ EIGHT_BITS = (
 def test_a_run_continues_exactly_and_on_other_ranks(tmp_path: Path) -> None:
     options = (*FOUR, EIGHT_BITS, "--model.dtype=bfloat16")
     sharded = "--distributed.strategy=fsdp2"
-    whole = run(tmp_path, *options, sharded, name="whole", text=PLAIN, num_ranks=2)
     back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
-    again = run(tmp_path, *options, sharded, back, name="resumed", text=PLAIN, num_ranks=2)
+    runs = {"whole": (*options, sharded), "resumed": (*options, sharded, back)}
+    whole, again = run_each(tmp_path, runs, num_ranks=2, text=PLAIN)
     assert again == whole
     run(tmp_path, *options, back, name="on one", text=PLAIN)
     expected = lines_of_steps(tmp_path / "whole/training.jsonl")[2:]

@@ -23,7 +23,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
 from automodel_ckpt.models.layers.adapter import add_adapters, copy_saved_modules, widen_trained
 from automodel_ckpt.models.layers.lora import Lora
-from automodel_ckpt.parallel.parallelize import Parallelism, parallelize, reshard
+from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
 from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
 from tests.support import ranks
 from tests.support.runs import parallel
@@ -154,10 +154,9 @@ def test_divided_experts_get_the_weights_of_a_router_in_float32() -> None:
             )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_fsdp2_trains_them_beside_weights_in_bfloat16(num_ranks: int) -> None:
-    expected = plain_steps(2 * num_ranks, torch.bfloat16)
-    found = ranks.run(lambda: sharded_steps(Parallelism("fsdp2"), torch.bfloat16), num_ranks)
+def test_fsdp2_trains_them_beside_weights_in_bfloat16() -> None:
+    expected = plain_steps(4, torch.bfloat16)
+    found = ranks.run(lambda: sharded_steps(Parallelism("fsdp2"), torch.bfloat16), 2)
     for each in found:
         # The order of sums in bfloat16 differs.
         assert each == [pytest.approx(step, rel=2e-3) for step in expected]
@@ -173,8 +172,7 @@ def sharded_logits(
     return logits.detach()
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.further)])
-def test_layers_get_positions_in_float32_if_the_model_computes_them_so(num_ranks: int) -> None:
+def test_layers_get_positions_in_float32_if_the_model_computes_them_so() -> None:
     """ERNIE's layers compute with sines and cosines in float32, which fsdp2 would round to bfloat16."""
     plain = {name: each.bfloat16() for name, each in ernie().state_dict().items()}
     inputs = global_batch(0)
@@ -183,8 +181,8 @@ def test_layers_get_positions_in_float32_if_the_model_computes_them_so(num_ranks
         parameter.data = plain[name]
     logits = expected(input_ids=inputs, use_cache=False).logits
 
-    found = ranks.run(lambda: sharded_logits(ernie(), inputs), num_ranks)
-    assert all(torch.equal(each, logits) for each in found)
+    (found,) = ranks.run(lambda: sharded_logits(ernie(), inputs), 1)
+    assert torch.equal(found, logits)
 
 
 def ernie() -> nn.Module:
@@ -371,7 +369,6 @@ def test_a_model_reads_the_type_in_which_a_layer_is_computed_before_it_is_gather
             failing(inputs)
         assert "mm with a weight of layers.0" in str(error.value)
         assert all(isinstance(each, DTensor) for each in failing.parameters())
-        check_interrupted(sharded(interrupted), inputs)
         return outputs
 
     (outputs,) = ranks.run(found, 1)
@@ -379,35 +376,6 @@ def test_a_model_reads_the_type_in_which_a_layer_is_computed_before_it_is_gather
     for form in CONVERSIONS:
         assert torch.equal(outputs[form], expected), form
     assert torch.equal(outputs["stored"], Tower(CONVERSIONS["dtype"])(inputs))
-
-
-def interrupted(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
-    if inputs.shape[0] == 1:
-        raise KeyboardInterrupt
-    converted: torch.Tensor = inputs.to(tower.weight().dtype)
-    return converted
-
-
-def check_interrupted(tower: Any, inputs: torch.Tensor) -> None:
-    """torch calls no hooks after Ctrl+C. A program that catches it can save the model, or go on."""
-    expected = tower(inputs).detach().clone()
-
-    def stop() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            tower(inputs[:1])
-        assert not any(isinstance(each, DTensor) for each in tower.layers[1].parameters())
-
-    stop()
-    saved = tower.state_dict()
-    assert all(isinstance(each, DTensor) for each in saved.values())
-    stop()
-    tower.load_state_dict(saved)
-    assert all(isinstance(each, DTensor) for each in tower.parameters())
-    stop()
-    reshard(tower)
-    assert all(isinstance(each, DTensor) for each in tower.parameters())
-    assert torch.equal(tower(inputs), expected)
-    assert all(isinstance(each, DTensor) for each in tower.layers.parameters())
 
 
 class ConvertsSecretly(nn.Module):

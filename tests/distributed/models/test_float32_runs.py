@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,21 +30,13 @@ def test_a_run_continues_exactly_and_its_export_has_the_types_of_the_base(
     model = f"model: {{from_pretrained: {base}, dtype: bfloat16}}\n"
     recipe = write_recipe(tmp_path, f"seed: 7\n{model}{peft}dataset:{rest}")
     mixed = [] if not adapters else ["--distributed.mixed_precision=bfloat16"]
-    ports = [ranks.free_port() for _ in range(3)]
-
-    def runs() -> list[dict[str, str]]:
-        found = []
-        for port, (name, last) in zip(
-            ports, [("whole", 3), ("parts", 2), ("parts", 3)], strict=True
-        ):
-            os.environ["MASTER_PORT"] = str(port)
-            place = f"--checkpoint.checkpoint_dir={tmp_path / name}"
-            steps = (f"--step_scheduler.max_steps={last}", "--lr_scheduler=null")
-            found.append(train(recipe, place, *steps, *mixed, EXPORT))
-        return found
-
-    for whole, _, continued in ranks.run(runs, 2, init=False, timeout=150):
-        assert continued == whole
+    trainings = []
+    for name, last in (("whole", 3), ("parts", 2), ("parts", 3)):
+        place = f"--checkpoint.checkpoint_dir={tmp_path / name}"
+        steps = (f"--step_scheduler.max_steps={last}", "--lr_scheduler=null")
+        trainings.append(partial(train, recipe, place, *steps, *mixed, EXPORT))
+    whole, _, continued = ranks.run_each(trainings, 2)
+    assert continued == whole
     exported = tmp_path / "whole/epoch_0_step_3/model/consolidated"
     if adapters:
         exported = tmp_path / "merged"

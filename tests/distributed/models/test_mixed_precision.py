@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,12 @@ class Watched(LLMFinetune):
 
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
-    [("single", 1), pytest.param("single", 2, marks=pytest.mark.further), ("ddp", 2), ("fsdp2", 2)],
+    [
+        ("single", 1),
+        pytest.param("single", 2, marks=pytest.mark.further),
+        pytest.param("ddp", 2, marks=pytest.mark.further),
+        ("fsdp2", 2),
+    ],
 )
 def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
     tmp_path: Path, strategy: str, num_ranks: int, capfd: pytest.CaptureFixture[str]
@@ -67,21 +72,13 @@ def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
         "--model.from_config.attention_dropout=0",
         *LINEAR,
     )
-    recipe, ports = write_recipe(tmp_path), [ranks.free_port() for _ in range(2)]
-
-    def both() -> None:
-        os.environ["MASTER_PORT"] = str(ports[0])
-        train(
-            recipe,
-            *overrides,
-            MIXED,
-            f"--checkpoint.checkpoint_dir={tmp_path / 'mixed'}",
-            recipe_class=Watched,
-        )
-        os.environ["MASTER_PORT"] = str(ports[1])
-        train(recipe, *overrides, f"--checkpoint.checkpoint_dir={tmp_path / 'plain'}")
-
-    ranks.run(both, num_ranks, init=False)
+    recipe = write_recipe(tmp_path)
+    places = [f"--checkpoint.checkpoint_dir={tmp_path / name}" for name in ("mixed", "plain")]
+    both = [
+        partial(train, recipe, *overrides, MIXED, places[0], recipe_class=Watched),
+        partial(train, recipe, *overrides, places[1]),
+    ]
+    ranks.run_each(both, num_ranks)
     assert "computed in bfloat16" in capfd.readouterr().err
     manifest = Manifest.read(tmp_path / "mixed" / "epoch_0_step_3")
     assert "computed in bfloat16" in manifest.environment["precision"]
@@ -193,24 +190,3 @@ def test_what_is_frozen_can_change_when_a_run_is_resumed_and_nothing_is_rounded(
     assert re.search(r"saved as BF16 \[.*\], here F32", unfrozen)
     assert "--init_from.path" in unfrozen
     assert [set(each.values()) for each in types] == [set(), {torch.float32}, {torch.bfloat16}]
-
-
-@pytest.mark.further
-def test_stages_of_a_pipeline_cast_the_frozen_weights_of_other_stages(tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base", "model.norm.weight")
-    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
-    shared = (
-        "--model.freeze",
-        "['*embed_tokens*', '*layers.*.mlp*']",
-        *LINEAR,
-        f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
-        "--distributed.pp_size=2",
-    )
-
-    def run(steps: int, *overrides: str) -> Any:
-        return lambda: train(recipe, *shared, f"--step_scheduler.max_steps={steps}", *overrides)
-
-    mixed = ("--distributed.strategy=fsdp2", MIXED)
-    in_float32 = "--distributed.mixed_precision=none"
-    ranks.run_each([run(1, *mixed), run(2, in_float32)], 2)
-    assert (tmp_path / "run" / "epoch_0_step_2").is_dir()

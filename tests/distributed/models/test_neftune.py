@@ -1,4 +1,4 @@
-"""Noise on embeddings: its size for each sample, the loss of plain PyTorch with the same noise, and exact resumes."""
+"""Noise on embeddings: its size for each sample, the loss of plain PyTorch with the same noise."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.distributed.kinds.test_training import lines, lines_of_steps, run_each
 from tests.distributed.parallel.test_router_loss import ONE_STEP, one_step
 from tests.support import ranks
-from tests.support.runs.training import (
-    RECIPE,
-    VALIDATION,
-    killed_after,
-    steps_of,
-    train,
-    write_recipe,
-)
+from tests.support.runs.training import RECIPE, VALIDATION, write_recipe
 from tests.support.runs.training_parts import uneven
 
 ALPHA = 5.0
@@ -68,49 +61,38 @@ def reference(weights: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.further)])
 def test_loss_and_gradients_are_those_of_plain_pytorch_also_with_tensor_parallelism(
-    tmp_path: Path,
+    tmp_path: Path, tp_size: int
 ) -> None:
-    layouts = {"one": (1, ()), "tp": (2, ("--distributed.tp_size=2",))}
-    for name, (num_ranks, overrides) in layouts.items():
-        step = partial(
-            one_step,
-            write_recipe(tmp_path),
-            f"--checkpoint.checkpoint_dir={tmp_path / name}",
-            *ONE_STEP,
-            *overrides,
-            NOISE,
-            NO_DROPOUT,
-            "--model.from_config.vocab_size=304",
-            "--step_scheduler.local_batch_size=8",
-            "--dataloader.padding_free=false",
+    step = partial(
+        one_step,
+        write_recipe(tmp_path),
+        f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
+        *ONE_STEP,
+        f"--distributed.tp_size={tp_size}",
+        NOISE,
+        NO_DROPOUT,
+        "--model.from_config.vocab_size=304",
+        "--step_scheduler.local_batch_size=8",
+        "--dataloader.padding_free=false",
+    )
+    weights, gradients = ranks.run(step, tp_size, init=False)[0]
+    loss, expected = reference(weights)
+    (line,) = lines_of_steps(tmp_path / "run/training.jsonl")
+    assert line["loss"] == pytest.approx(loss, rel=1e-6)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(
+            gradient, expected[parameter], rtol=1e-4, atol=2e-6, msg=parameter
         )
-        weights, gradients = ranks.run(step, num_ranks, init=False)[0]
-        loss, expected = reference(weights)
-        (line,) = lines_of_steps(tmp_path / name / "training.jsonl")
-        assert line["loss"] == pytest.approx(loss, rel=1e-6), name
-        for parameter, gradient in gradients.items():
-            torch.testing.assert_close(
-                gradient, expected[parameter], rtol=1e-4, atol=2e-6, msg=f"{name}: {parameter}"
-            )
 
 
 @pytest.mark.further
-def test_a_killed_run_draws_the_same_noise_and_validation_has_none(tmp_path: Path) -> None:
-    text = RECIPE + VALIDATION
-    options = ("--step_scheduler.max_steps=6", "--optimizer.lr=1e-3")
-    directory = f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}"
-    training = partial(train, write_recipe(tmp_path, text), directory, *options, NOISE)
-    ranks.outcomes(partial(training, recipe_class=killed_after(5)), 2, init=False)
-    runs = dict.fromkeys(("killed", "whole"), (*options, NOISE))
-    resumed, whole = run_each(tmp_path, runs, num_ranks=2, text=text)
-    assert resumed == whole
-    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+def test_validation_has_no_noise(tmp_path: Path) -> None:
     without = ("--optimizer.lr=0.0", "--step_scheduler.max_steps=1", NO_DROPOUT)
-    run_each(tmp_path, {"plain": without, "noise": (*without, NOISE)}, num_ranks=1, text=text)
-    plain, noise = (lines(tmp_path / name / "validation.jsonl") for name in ("plain", "noise"))
+    runs = {"plain": without, "noise": (*without, NOISE)}
+    run_each(tmp_path, runs, num_ranks=1, text=RECIPE + VALIDATION)
+    plain, noise = (lines(tmp_path / name / "validation.jsonl") for name in runs)
     assert plain[0]["val_loss"] == noise[0]["val_loss"]
-    losses = [
-        lines_of_steps(tmp_path / name / "training.jsonl")[0]["loss"] for name in ("plain", "noise")
-    ]
+    losses = [lines_of_steps(tmp_path / name / "training.jsonl")[0]["loss"] for name in runs]
     assert losses[0] != losses[1]

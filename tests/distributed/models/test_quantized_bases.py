@@ -17,7 +17,6 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
-    Qwen3MoeConfig,
 )
 
 from automodel_ckpt.cli.ckpt import main
@@ -38,7 +37,6 @@ MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, num_experts=4, head_dim=16),
     "deepseek_v3": DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 4},
         **MOE,
@@ -102,8 +100,6 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mxfp4": (to_mxfp4, {"quant_method": "mxfp4"}),
 }
 CASES = [
-    ("llama", "fp8", "bfloat16"),
-    ("qwen3_moe", "fp8", "bfloat16"),
     ("deepseek_v3", "fp8", "bfloat16"),
     ("gpt_oss", "mxfp4", "bfloat16"),
     ("llama", "compressed-tensors", "bfloat16"),

@@ -1,4 +1,4 @@
-"""Batch normalization: ranks have the statistics of rank 0 after each step, and frozen layers keep theirs."""
+"""Batch normalization: fsdp2 does not train it on several ranks, and frozen layers keep their statistics."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
-from tests.support.models.whole_state import whole_state
-from tests.support.runs.training import MODEL, RECIPE, build, write_recipe
+from tests.support.runs.training import MODEL, RECIPE, trained_weights, write_recipe
 
 TARGET = "model: {_target_: tests.distributed.models.test_running_statistics.%s}\n"
+STEPS = "--step_scheduler.max_steps=2"
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -50,25 +51,10 @@ def frozen() -> LlamaForCausalLM:
     return model
 
 
-def trained(recipe_file: Path, *options: str) -> dict[str, torch.Tensor]:
-    """Train on this rank; its weights and buffers."""
-    recipe = build(recipe_file, "--step_scheduler.max_steps=2", *options)
-    try:
-        recipe.setup()
-        recipe.run()
-        return whole_state(recipe.model)
-    finally:
-        recipe.close()
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.further)])
-def test_all_ranks_have_the_statistics_of_the_first(strategy: str, tmp_path: Path) -> None:
+def test_all_ranks_have_the_statistics_of_the_first(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % "normalized"))
-    options = (
-        f"--distributed.strategy={strategy}",
-        f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
-    )
-    first, second = ranks.run(trained, 2, recipe, *options, init=False)
+    options = ("--distributed.strategy=ddp", f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
+    first, second = ranks.run(trained_weights, 2, recipe, STEPS, *options, init=False)
     changed = [name for name in first if name.endswith(STATISTICS)]
     assert len(changed) == 4
     for name, value in first.items():
@@ -77,11 +63,26 @@ def test_all_ranks_have_the_statistics_of_the_first(strategy: str, tmp_path: Pat
         assert first[name].unique().numel() > 1
 
 
+def rejected(recipe_file: Path) -> str:
+    """The error of a start on this rank."""
+    with pytest.raises(RecipeError) as caught:
+        trained_weights(recipe_file, "--distributed.strategy=fsdp2", "--checkpoint.enabled=false")
+    return str(caught.value)
+
+
+def test_fsdp2_does_not_train_statistics_on_several_ranks(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % "normalized"))
+    for text in ranks.run(rejected, 2, recipe, init=False):
+        assert "does not train layers of batch normalization" in text
+
+
 def test_frozen_layers_keep_their_statistics(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % "frozen"))
-    (values,) = ranks.run(trained, 1, recipe, "--checkpoint.enabled=false", init=False)
+    (values,) = ranks.run(
+        trained_weights, 1, recipe, STEPS, "--checkpoint.enabled=false", init=False
+    )
     for name, value in values.items():
         if name.endswith(STATISTICS):
             assert value.unique().numel() == 1, name

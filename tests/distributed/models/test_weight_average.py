@@ -109,25 +109,6 @@ def same_files(one: Path, other: Path) -> bool:
     return bool(names) and all(contents)
 
 
-@pytest.mark.further
-def test_a_killed_run_with_asynchronous_saves_goes_on_exactly_and_on_one_rank(
-    tmp_path: Path,
-) -> None:
-    recipe = write_recipe(tmp_path, RECIPE + VALIDATION + EMA)
-    words = (*SHORT, "--checkpoint.is_async", "--distributed.strategy=fsdp2", "--ema.validate")
-    whole, killed = (f"--checkpoint.checkpoint_dir={tmp_path / name}" for name in ("a", "b"))
-    ended = ranks.outcomes(partial(train, recipe, killed, *words, dies_after=3), 2, init=False)
-    assert -9 in [outcome.exitcode for outcome in ended]
-    both = [partial(train, recipe, place, *words) for place in (killed, whole)]
-    resumed, expected = ranks.run_each(both, 2)
-    assert resumed == expected
-    assert len(list((tmp_path / "a/LATEST/ema").glob("shard-*.safetensors"))) == 2
-    # One rank loads the shards of two.
-    longer = "--step_scheduler.max_steps=5"
-    ranks.run(partial(train, recipe, whole, *SHORT, longer), 1, init=False)
-    assert main(["export", str(tmp_path / "a"), "--ema", "-o", str(tmp_path / "export")]) == 0
-
-
 HYBRID = {"hybrid": ["--distributed.strategy=fsdp2", "--distributed.dp_replicate_size=2"]}
 LAYOUTS = {
     "ddp": ["--distributed.strategy=ddp"],

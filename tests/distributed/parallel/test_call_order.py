@@ -12,8 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
-from tests.support.models.whole_state import whole_state
-from tests.support.runs.training import MODEL, RECIPE, build, write_recipe
+from tests.support.runs.training import MODEL, RECIPE, trained_weights, write_recipe
 
 TARGET = "model: {_target_: tests.distributed.parallel.test_call_order.%s}\n"
 
@@ -63,17 +62,6 @@ OPTIONS = (
 )
 
 
-def trained(recipe_file: Path, *options: str) -> dict[str, torch.Tensor]:
-    """Train on this rank; the complete weights."""
-    recipe = build(recipe_file, *OPTIONS, *options)
-    try:
-        recipe.setup()
-        recipe.run()
-        return whole_state(recipe.model)
-    finally:
-        recipe.close()
-
-
 @pytest.mark.parametrize(
     ("kind", "first", "second"),
     [
@@ -85,9 +73,8 @@ def test_fsdp2_reports_layers_that_only_some_ranks_call(
     kind: str, first: str, second: str, tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % kind))
-    found = ranks.outcomes(
-        trained, 2, recipe, "--distributed.strategy=fsdp2", init=False, timeout=60
-    )
+    words = (*OPTIONS, "--distributed.strategy=fsdp2")
+    found = ranks.outcomes(trained_weights, 2, recipe, *words, init=False, timeout=60)
     for rank, outcome in enumerate(found):
         assert isinstance(outcome.error, RecipeError)
         (problem,) = outcome.error.problems
@@ -100,9 +87,9 @@ def test_ddp_trains_such_a_model_as_one_process_does(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % "dropping"))
-    (expected,) = ranks.run(trained, 1, recipe, init=False)
-    words = ("--distributed.strategy=ddp", "--logging.level=debug")
-    for weights in ranks.run(trained, 2, recipe, *words, init=False):
+    (expected,) = ranks.run(trained_weights, 1, recipe, *OPTIONS, init=False)
+    words = (*OPTIONS, "--distributed.strategy=ddp", "--logging.level=debug")
+    for weights in ranks.run(trained_weights, 2, recipe, *words, init=False):
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
     assert "ddp looks for unused ones in each step" in capfd.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ model: {from_pretrained: BASE}
 peft: {target_modules: [q_proj], target_parameters: [gate_up_proj, down_proj], r: 2}
 """
 SHORT = (
-    "--step_scheduler.max_steps=4",
-    "--step_scheduler.ckpt_every_steps=2",
+    "--step_scheduler.max_steps=2",
+    "--step_scheduler.ckpt_every_steps=1",
     "--step_scheduler.local_batch_size=2",
     "--lr_scheduler=null",
 )
@@ -58,40 +58,29 @@ def recipe_in(directory: Path, family: str) -> Path:
     return write_recipe(directory, text)
 
 
-def whole_and_resumed(recipe: Path, ports: list[int]) -> tuple[Any, Any]:
-    """The final digests of a run left alone, and of one that goes on from its second step."""
-    whole, resumed = (recipe.parent / name for name in ("whole", "resumed"))
-    os.environ["MASTER_PORT"] = str(ports[0])
-    place = f"--checkpoint.checkpoint_dir={whole}"
-    one = train(recipe, place, *SHORT, recipe_class=WithLogits)
-    os.environ["MASTER_PORT"] = str(ports[1])
-    place = f"--checkpoint.checkpoint_dir={resumed}"
-    saved = f"--checkpoint.restore_from={whole / 'epoch_0_step_2'}"
-    return one, train(recipe, place, saved, *SHORT, recipe_class=Recipe)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs of each family on two ranks with fsdp2: the directories, and each rank's pairs of digests."""
+    """Runs of each family on two ranks with fsdp2: the directory, and each rank's digests by family."""
     root = tmp_path_factory.mktemp("experts")
-    recipes: dict[str, tuple[Path, list[int]]] = {}
+    trainings = []
     for family in CONFIGS:
         (root / family).mkdir()
+        place = f"--checkpoint.checkpoint_dir={root / family / 'whole'}"
         recipe = recipe_in(root / family, family)
-        recipes[family] = recipe, [ranks.free_port() for _ in range(2)]
-
-    def all_families() -> list[Any]:
-        return [whole_and_resumed(*recipes[family]) for family in CONFIGS]
-
-    return root, ranks.run(all_families, 2, init=False, timeout=200)
+        trainings.append(partial(train, recipe, place, *SHORT, recipe_class=WithLogits))
+    return root, dict(zip(CONFIGS, ranks.run_each(trainings, 2), strict=True))
 
 
 @pytest.mark.further
 def test_a_run_with_adapters_on_experts_resumes_bit_for_bit(runs: Any) -> None:
-    _, digests = runs
-    for of_rank in digests:
-        for whole, resumed in of_rank:
-            assert resumed == whole
+    root, digests = runs
+    trainings = []
+    for family in CONFIGS:
+        place = f"--checkpoint.checkpoint_dir={root / family / 'resumed'}"
+        saved = f"--checkpoint.restore_from={root / family / 'whole/epoch_0_step_1'}"
+        recipe = root / family / "recipe.yaml"
+        trainings.append(partial(train, recipe, place, saved, *SHORT, recipe_class=Recipe))
+    assert ranks.run_each(trainings, 2) == list(digests.values())
 
 
 @pytest.mark.parametrize("family", CONFIGS)

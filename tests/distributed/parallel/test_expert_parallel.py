@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.kinds.test_training import failure, lines_of_steps, run, run_each
-from tests.support.models.experts import GROUPED, LATENT, SIZES
-from tests.support.runs.training import RECIPE
+from tests.support.models.experts import SIZES
+from tests.support.runs.training import EXPORT, RECIPE
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
@@ -22,19 +22,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.5,
     },
     "gpt_oss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 8},
-    "deepseek_v3": {**GROUPED, **LATENT, "first_k_dense_replace": 1},
-    "glm4_moe": {**GROUPED, "first_k_dense_replace": 1},
-    "olmoe": {"num_experts": 4},
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_intermediate_size": 8, "moe_k": 2},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 8,
-    },
 }
 # SGD shows a wrong scale of a gradient, which AdamW would hide.
 SGD = (
-    "--checkpoint.save_consolidated=false",
     "--optimizer={_target_: torch.optim.SGD, lr: 0.5}",
     "--lr_scheduler=null",
     "--step_scheduler.max_steps=4",
@@ -81,41 +71,30 @@ def test_a_run_logs_what_one_rank_does_and_resumes_exactly_on_any_ranks(
     family: str, num_ranks: int, sizes: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = (*SGD, model_section(family))
-    restore = "--checkpoint.restore_from={}/epoch_0_step_2"
-    from_divided = restore.format(tmp_path / "divided")
-    from_one = restore.format(tmp_path / "one")
-    run(tmp_path, *model, name="one")
-    divided = {
-        "divided": (*model, *sizes),
-        "resumed": (*model, *sizes, from_divided),
-    }
-    if num_ranks == 2:
-        divided["on all"] = (*model, *sizes, from_one)
-    whole, resumed, *_ = run_each(tmp_path, divided, num_ranks=num_ranks)
+    back = f"--checkpoint.restore_from={tmp_path / 'divided/epoch_0_step_2'}"
+    run(tmp_path, *model, EXPORT, name="one")
+    divided = {"divided": (*model, *sizes, EXPORT), "resumed": (*model, *sizes, back)}
+    whole, resumed = run_each(tmp_path, divided, num_ranks=num_ranks)
     assert resumed == whole
-    run(tmp_path, *model, from_divided, name="on one")
+    run(tmp_path, *model, back, name="on one")
     expected = lines_of_steps(tmp_path / "one/training.jsonl")
-    for name in [*divided, "on one"]:
+    for name in ("divided", "resumed", "on one"):
         steps = lines_of_steps(tmp_path / name / "training.jsonl")
         same = expected[-len(steps) :]
         for field in ("loss", "grad_norm"):
             found = [step[field] for step in steps]
             assert found == pytest.approx([step[field] for step in same], rel=1e-5), (name, field)
+    of_divided, of_one = (exported(tmp_path / name) for name in ("divided", "one"))
+    for name, value in of_one.items():
+        torch.testing.assert_close(of_divided[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_an_export_has_all_experts_and_loads_in_transformers(tmp_path: Path) -> None:
-    options = (*SGD, model_section("mixtral"), "--checkpoint.save_consolidated=final")
-    run(tmp_path, *options, "--distributed.ep_size=2", name="divided", num_ranks=2)
-    run(tmp_path, *options, name="one")
-    models = []
-    for name in ("divided", "one"):
-        export = tmp_path / name / "epoch_0_step_4/model/consolidated"
-        model, info = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
-        assert not any(info.values())
-        models.append(model.state_dict())
-    divided, one = models
-    for name, value in one.items():
-        torch.testing.assert_close(divided[name], value, rtol=1e-4, atol=1e-6, msg=name)
+def exported(run_directory: Path) -> dict[str, torch.Tensor]:
+    """What transformers reads of a run's export, which has all experts."""
+    export = run_directory / "epoch_0_step_4/model/consolidated"
+    model, info = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not any(info.values())
+    return dict(model.state_dict())
 
 
 # ---------------------------------------------------------------- errors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed.kinds.test_training import run, run_each
+from tests.distributed.kinds.test_training import run_each
 
 OPTIONS = (
     "--distributed.strategy=ddp",
@@ -13,6 +13,7 @@ OPTIONS = (
 
 
 def test_three_replicas_continue_exactly(tmp_path: Path) -> None:
-    [whole] = run_each(tmp_path, {"whole": OPTIONS}, num_ranks=3)
     back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
-    assert run(tmp_path, *OPTIONS, back, name="resumed", num_ranks=3) == whole
+    runs = {"whole": OPTIONS, "resumed": (*OPTIONS, back)}
+    whole, resumed = run_each(tmp_path, runs, num_ranks=3)
+    assert resumed == whole

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,73 +16,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.models.inspect.float32_parts import float32_names
-from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
 from automodel_ckpt.parallel.ranks import one_rank
-from tests.distributed.models import test_float32_parts
 from tests.support import ranks
-from tests.support.runs.parallel import layout_here, model_of, train_steps
-
-
-def trained(
-    build: Any, how: Parallelism, with_copies: bool, **sizes: int
-) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """(losses and norms of two steps, the weights after them)."""
-    patch = mock.patch.object(one_rank, "cast_without_copies")
-    layout, model = layout_here(**sizes), build()
-    if with_copies:
-        with patch:
-            model = parallelize(model, layout, how)
-    else:
-        model = parallelize(model, layout, how)
-    steps = train_steps(model, layout)
-    weights: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        weights[name] = parameter.to_local().detach()
-    return steps, weights
-
-
-def plain_model() -> nn.Module:
-    return model_of("llama")
-
-
-CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    # Gradients of two micro-batches are added.
-    "one type": (plain_model, {}),
-    "reduced per step": (plain_model, {"defer_gradient_sync": True}),
-    "gathered once": (plain_model, {"reshard_after_forward": False}),
-    "with parts in float32": (
-        test_float32_parts.model_of,
-        {"float32_names": float32_names(test_float32_parts.model_of(), torch.bfloat16)},
-    ),
-    "not cast": (plain_model, {"compute_dtype": None}),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one type",
-        pytest.param("reduced per step", marks=pytest.mark.further),
-        "with parts in float32",
-        pytest.param("gathered once", marks=pytest.mark.further),
-        pytest.param("not cast", marks=pytest.mark.further),
-    ],
-)
-def test_values_are_the_same(name: str) -> None:
-    build, settings = CASES[name]
-    how = Parallelism("fsdp2", **{"compute_dtype": torch.bfloat16, **settings})
-
-    def both() -> Any:
-        return [trained(build, how, with_copies) for with_copies in (False, True)]
-
-    [((steps, weights), (expected_steps, expected))] = ranks.run(both, 1)
-    assert steps == expected_steps
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
 class Layers(nn.Module):

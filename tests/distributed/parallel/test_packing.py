@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.errors import RecipeError
-from tests.distributed.kinds.test_training import failure, lines, lines_of_steps, run
+from tests.distributed.kinds.test_training import failure, lines, lines_of_steps, run, run_each
 from tests.support.runs.training import RECIPE, steps_of
 
 FILE = Path(__file__).parents[2] / "fixtures" / "pairs.jsonl"
@@ -84,18 +84,10 @@ def test_a_packed_run_goes_on_exactly(tmp_path: Path, num_ranks: int) -> None:
         "--lr_scheduler.decay_steps=8",
         "--model.from_config.attention_dropout=0.2",
     )
-    whole = run(
-        tmp_path,
-        *overrides,
-        "--step_scheduler.max_steps=6",
-        name="whole",
-        num_ranks=num_ranks,
-        text=TEXT,
-    )
-    run(tmp_path, *overrides, "--step_scheduler.max_steps=4", num_ranks=num_ranks, text=TEXT)
-    again = run(
-        tmp_path, *overrides, "--step_scheduler.max_steps=6", num_ranks=num_ranks, text=TEXT
-    )
+    four = (*overrides, "--step_scheduler.max_steps=4")
+    runs = {"whole": four, "run": (*overrides, "--step_scheduler.max_steps=2")}
+    whole, _ = run_each(tmp_path, runs, num_ranks=num_ranks, text=TEXT)
+    again = run(tmp_path, *four, num_ranks=num_ranks, text=TEXT)
     assert again == whole
     assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
 

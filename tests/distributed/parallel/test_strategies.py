@@ -17,10 +17,9 @@ from tests.support.runs.training import RECIPE
 LAYOUTS: dict[str, dict[str, str]] = {
     "llama": {
         "hsdp": "{strategy: fsdp2, dp_replicate_size: 2}",
-        "tp along the sequence": "{tp_size: 4, sequence_parallel: true}",
     },
     "qwen3": {
-        "tp": "{tp_size: 4}",
+        "tp along the sequence": "{tp_size: 4, sequence_parallel: true}",
         "hsdp x tp": "{strategy: fsdp2, tp_size: 2, dp_replicate_size: 2}",
         "pp x fsdp2 x tp": "{strategy: fsdp2, pp_size: 2, tp_size: 2}",
         "pp x hsdp": "{pp_size: 2, dp_replicate_size: 2}",

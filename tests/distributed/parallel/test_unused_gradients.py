@@ -14,15 +14,14 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support import ranks
-from tests.support.models.whole_state import whole_state
-from tests.support.runs.training import MODEL, RECIPE, build, write_recipe
+from tests.support.runs.training import MODEL, RECIPE, trained_weights, write_recipe
 
 NUM_EXPERTS = 4
 NEVER = NUM_EXPERTS - 1
 """The expert that no token chooses."""
 TARGET = "model: {_target_: tests.distributed.parallel.test_unused_gradients.looped}\n"
 OPTIONS = (
-    "--step_scheduler.max_steps=4",
+    "--step_scheduler.max_steps=3",
     "--optimizer.weight_decay=0.1",
     "--checkpoint.enabled=false",
     "--clip_grad_norm=null",
@@ -76,13 +75,7 @@ def looped(with_attributes: bool = False) -> LlamaForCausalLM:
 def trained(recipe_file: Path, *options: str) -> tuple[dict[str, torch.Tensor], Any]:
     """Train on this rank; the complete weights, and what each micro-batch used."""
     used_by_step.clear()
-    recipe = build(recipe_file, *OPTIONS, *options)
-    try:
-        recipe.setup()
-        recipe.run()
-        return whole_state(recipe.model), list(used_by_step)
-    finally:
-        recipe.close()
+    return trained_weights(recipe_file, *OPTIONS, *options), list(used_by_step)
 
 
 def training(recipe: Path, *options: str) -> Callable[[], Any]:
@@ -97,7 +90,6 @@ def test_experts_that_one_rank_does_not_use_get_the_gradient_of_the_others(tmp_p
     small = "--step_scheduler.local_batch_size=1"
     ways = [
         training(recipe, fsdp2, small),
-        training(recipe, fsdp2, small, "--distributed.defer_gradient_sync=true"),
         training(recipe, ddp, small, "--model.with_attributes=true"),
     ]
     for (weights, used_by_first), (_, used_by_second) in ranks.run_each(ways, 2):

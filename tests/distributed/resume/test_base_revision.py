@@ -11,9 +11,6 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.cli.ckpt import main
@@ -93,50 +90,3 @@ def test_a_resumed_run_continues_with_the_commit_of_the_base_that_it_started_wit
     other = ("--model.revision=v2", "--step_scheduler.max_steps=3")
     with pytest.raises(Exception, match="on another base model"):
         ranks.run(partial(train, recipe, *other), 1, init=False)
-
-
-def write_tokenizer(directory: Path, *words: str) -> Path:
-    vocabulary = {word: number for number, word in enumerate(("<pad>", "<unk>", *words))}
-    model = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    PreTrainedTokenizerFast(
-        tokenizer_object=model, pad_token="<pad>", unk_token="<unk>"
-    ).save_pretrained(directory)
-    shutil.copy(ADAPTER / "base/config.json", directory)
-    return directory
-
-
-@pytest.mark.further
-def test_a_run_that_continues_from_a_store_on_an_empty_disk_reads_the_commits_it_started_with(
-    tmp_path: Path, bases: dict[str, Path]
-) -> None:
-    words = [write_tokenizer(tmp_path / name, name) for name in ("old", "new")]
-    tokenizers = write_repository(
-        tmp_path, "org/words", dict(zip(("main", "v2"), words, strict=True))
-    )
-    run, store = tmp_path / "run", f"file://{tmp_path}/store"
-    text = RECIPE.replace(", revision: v2", "").replace("RUN", f"{run}, remote: {{url: {store}}}")
-    text = text.replace("tokenizer: null", "tokenizer: {from_pretrained: org/words}")
-    recipe = write_recipe(tmp_path, text)
-    ranks.run(partial(train, recipe), 1, init=False)
-    commits = f"{NAME}@main={bases['main'].name}, org/words@main={tokenizers['main'].name}"
-    assert Manifest.read(run / "LATEST").environment["hub_commits"] == commits
-
-    for snapshots in (bases, tokenizers):
-        reference = snapshots["main"].parents[1] / "refs/main"
-        reference.write_text(snapshots["v2"].name)
-    # The disk of this run is lost. Then another run continues from the store.
-    shutil.rmtree(run)
-    longer = "--step_scheduler.max_steps=2"
-    ranks.run(partial(train, recipe, longer), 1, init=False)
-    other = tmp_path / "other"
-    moved = (
-        f"--checkpoint.checkpoint_dir={other}",
-        "--checkpoint.remote=null",
-        f"--checkpoint.restore_from={store}/epoch_0_step_1",
-    )
-    ranks.run(partial(train, recipe, *moved, longer), 1, init=False)
-    for place in (run, other):
-        manifest = Manifest.read(place / "LATEST")
-        assert (manifest.step, manifest.environment["hub_commits"]) == (2, commits)
-        found = PreTrainedTokenizerFast.from_pretrained(place / "LATEST/model")
-        assert "old" in found.get_vocab()

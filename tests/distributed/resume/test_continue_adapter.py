@@ -20,12 +20,8 @@ SOURCE = FIXTURE / "checkpoint-5"
 BASE = FIXTURE / "base"
 
 
-@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "ddp"), (2, "fsdp2")])
-def test_an_adapter_continues_with_the_same_losses(
-    tmp_path: Path, num_ranks: int, strategy: str
-) -> None:
-    override = f"--distributed.strategy={strategy}"
-    losses = continued_losses(SOURCE, tmp_path, override, base=BASE, num_ranks=num_ranks)
+def test_an_adapter_continues_with_the_same_losses(tmp_path: Path) -> None:
+    losses = continued_losses(SOURCE, tmp_path, base=BASE, num_ranks=2)
     expected = dict(enumerate(json.loads((FIXTURE / "losses.json").read_text()), start=1))
     assert losses == pytest.approx({step: expected[step] for step in range(6, 11)}, rel=1e-5)
     assert main(["verify", str(tmp_path / "run")]) == 0
@@ -72,7 +68,7 @@ def test_an_adapter_that_does_not_fit_is_an_error(tmp_path: Path, capsys: Captur
     text = error(base, rank_pattern={"q_proj": 4})
     assert "q_proj.lora_A.weight: in the file [2, 8], in the model [4, 8]" in text
     assert "a recipe has none like it" in error(base, init_lora_weights="pissa")
-    assert "not a positive whole number" in error(base, r=True)
+    assert "r: True" in error(base, r=True)
     assert "--base" in error("--config", str(BASE))
     assert main(["import", str(BASE), str(tmp_path / "run"), base]) == 2
     assert "--base is for adapters" in capsys.readouterr().err

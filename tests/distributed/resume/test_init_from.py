@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,14 +106,17 @@ def test_ranks_read_their_shares_and_a_resumed_run_never_starts_over(
     shutil.copytree(base / "base", source, symlinks=True)
     overrides = (f"--init_from.path={source}", "--lr_scheduler.decay_steps=4", "--seed=1")
     recipe = write_recipe(tmp_path)
-    found = ranks.run(
-        partial(started, recipe, *overrides, "--checkpoint.enabled=false"), 2, init=False
-    )[0]
+    places = [f"--checkpoint.checkpoint_dir={tmp_path / name}" for name in ("whole", "run")]
+    four, two = (f"--step_scheduler.max_steps={number}" for number in (4, 2))
+    each: list[Callable[[], Any]] = [
+        partial(started, recipe, *overrides, "--checkpoint.enabled=false"),
+        partial(train, recipe, *overrides, places[0], four),
+        partial(train, recipe, *overrides, places[1], two),
+    ]
+    (found, _), whole, _ = ranks.run_each(each, 2)
     assert all(torch.equal(found[name], tensor) for name, tensor in exported(base).items())
-    whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=4", name="whole", num_ranks=2)
-    run(tmp_path, *overrides, "--step_scheduler.max_steps=2", num_ranks=2)
     shutil.rmtree(source)
-    assert run(tmp_path, *overrides, "--step_scheduler.max_steps=4", num_ranks=2) == whole
+    assert run(tmp_path, *overrides, four, num_ranks=2) == whole
     assert [record["step"] for record in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
 
 
@@ -172,7 +177,7 @@ def test_damaged_weights_are_refused_on_all_ranks(base: Path, tmp_path: Path) ->
         assert shard.name in str(outcome.error)
 
 
-@pytest.mark.parametrize("new_tokens", ["mean", "init"])
+@pytest.mark.parametrize("new_tokens", ["mean", pytest.param("init", marks=pytest.mark.further)])
 def test_a_larger_tokenizer_gets_room_and_the_export_says_so(
     base: Path, tmp_path: Path, new_tokens: str
 ) -> None:

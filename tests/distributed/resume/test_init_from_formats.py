@@ -38,16 +38,9 @@ step_scheduler:
 checkpoint:
   checkpoint_dir: RUN
 """
+FIRST = {"DCP", "GGUF", "Megatron-Core"}
+"""Others differ in how their files are read, which tests/unit/convert covers."""
 # The source, and the directory of the model's config.json.
-FIRST = {
-    "Hugging Face",
-    "transformers Trainer",
-    "DCP",
-    "DeepSpeed",
-    "Lightning",
-    "Megatron-Core",
-    "GGUF",
-}
 SOURCES = {
     "Hugging Face": ("modelopt/plain/hf", "modelopt/plain/hf"),
     "transformers Trainer": ("trainer/checkpoint-5", "trainer/checkpoint-5"),
@@ -103,6 +96,7 @@ def test_a_run_starts_from_the_weights_of_another_program(name: str, tmp_path: P
     assert loss == pytest.approx(loss_in_transformers(weights, config, tmp_path / "hf"), rel=1e-5)
 
 
+@pytest.mark.further
 def test_a_run_starts_from_a_checkpoint_of_torchtitan(tmp_path: Path) -> None:
     with tarfile.open(FIXTURES / "torchtitan" / "checkpoint.tar.xz") as archive:
         archive.extractall(tmp_path / "titan", filter="data")
@@ -113,6 +107,7 @@ def test_a_run_starts_from_a_checkpoint_of_torchtitan(tmp_path: Path) -> None:
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.further
 def test_a_run_starts_from_a_nemo_file(tmp_path: Path) -> None:
     config = FIXTURES / "trainer" / "checkpoint-5"
     file = tmp_path / "model.nemo"

@@ -56,23 +56,7 @@ class InASave(training.Recipe):
         return super().build_saves()
 
 
-class LostInTheLastStep(LLMFinetune.loop_class):
-    """It happens after the last log line of a run that saves nothing at its end."""
-
-    def step(self, batch: Any, control: Any) -> Any:
-        due = super().step(batch, control)
-        if self.layout.is_rank0 and due.last:
-            self.run_log.flush()
-            another_run_takes_over(directory_of(self))
-        return due
-
-    def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:
-        if not last:
-            super().validate_and_save(validate=validate, save=save, last=last)
-
-
 InAStep = training.with_loop(training.Recipe, LostInAStep)
-InTheLastStep = training.with_loop(training.Recipe, LostInTheLastStep)
 
 
 def ended(
@@ -104,9 +88,8 @@ def ended(
             marks=pytest.mark.further,
         ),
         (1, InASave, (), (10,)),
-        pytest.param(1, InTheLastStep, (), (12,), marks=pytest.mark.further),
     ],
-    ids=["step", "asynchronous save", "save", "last step"],
+    ids=["step", "asynchronous save", "save"],
 )
 def test_a_run_that_lost_its_lease_ends_on_all_ranks_and_writes_nothing_more(
     tmp_path: Path,
@@ -123,8 +106,5 @@ def test_a_run_that_lost_its_lease_ends_on_all_ranks_and_writes_nothing_more(
         assert code == 4 and step in steps
     assert (directory / "training.jsonl").read_bytes() == (directory / "log").read_bytes()
     assert (directory / LOCK_FILE).read_bytes() == THEIRS
-    assert {path.name for path in directory.glob("epoch*")} == {
-        "epoch_0_step_5",
-        "epoch_1_step_10",
-    } - (set() if recipe_class is InTheLastStep else {"epoch_1_step_10"})
+    assert [path.name for path in directory.glob("epoch*")] == ["epoch_0_step_5"]
     assert not os.path.lexists(directory / "LATEST")

@@ -1,6 +1,6 @@
 """Checkpoints in the memory of several nodes: what a restart finds after the loss of nodes, files and processes.
 
-Four ranks on two or three nodes. Each node has its own directory at the same path
+Three ranks on two nodes. Each node has its own directory at the same path
 (``tests/support/servers/node_memory.py``).
 """
 
@@ -18,15 +18,12 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from automodel_ckpt.base.store_url import scratch_directory
-from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
+from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.memory import nodes
-from automodel_ckpt.checkpoint.run.generation import RunGeneration
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig
 from automodel_ckpt.training.saves.memory_saves import MemorySaves
 from tests.distributed.resume import test_node_directories
-from tests.distributed.resume.test_node_directories import url_of
 from tests.support import ranks
 from tests.support.models.sharded import ShardedTraining
 from tests.support.servers.node_memory import (
@@ -41,6 +38,8 @@ from tests.support.servers.node_memory import (
 pytestmark = pytest.mark.skipif(not can_enter(), reason="mount namespaces need root")
 
 STEPS = 3
+NODES = [0, 1, 1]
+"""The node of each rank."""
 TIMEOUT = 170
 
 
@@ -84,17 +83,17 @@ class Run(ShardedTraining):
         checkpointer.save(self.state, step=self.step, epoch=0)
 
 
-def train_and_fail(base: Path, nodes: list[int], section: dict[str, Any]) -> list[list[float]]:
+def train_and_fail(base: Path) -> list[list[float]]:
     """Train, and end as after a failure: nothing is closed or removed. Returns the weights."""
-    run = Run(base, nodes[dist.get_rank()], **section)
+    run = start(base)
     run.train(STEPS)
     run.memory.finish_save()
     return run.weights()
 
 
-def resume(base: Path, nodes: list[int], section: dict[str, Any]) -> dict[str, Any]:
+def resume(base: Path, nodes: list[int]) -> dict[str, Any]:
     """Start again; what was loaded. In the end, all is removed."""
-    run = Run(base, nodes[dist.get_rank()], **section)
+    run = Run(base, nodes[dist.get_rank()])
     found = {
         "step": run.step,
         "in_memory": run.resumed is not None and run.resumed.in_memory,
@@ -115,61 +114,38 @@ def left(base: Path) -> list[str]:
 # ---------------------------------------------------------------- what happens between failure and restart
 
 
-def lose_nothing(base: Path) -> list[int]:
-    return [0, 0, 1, 1]
+def lose_nothing(base: Path) -> None:
+    pass
 
 
-def lose_second_node(base: Path) -> list[int]:
+def lose_second_node(base: Path) -> None:
     clear(memory_of_node(base, 1))
-    return [0, 0, 1, 1]
 
 
-def lose_first_node(base: Path) -> list[int]:
-    clear(memory_of_node(base, 0))
-    return [0, 0, 1, 1]
-
-
-def exchange_the_nodes(base: Path) -> list[int]:
-    return [1, 1, 0, 0]
-
-
-def damage_a_file(base: Path) -> list[int]:
+def damage_a_file(base: Path) -> None:
     """One byte of a tensor on the first node: the second one has a copy."""
     (path,) = memory_of_node(base, 0).glob("*/epoch_0_step_3/model/shard-00001-*")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    return [0, 0, 1, 1]
 
 
-def fail_before_the_first_node_publishes(base: Path) -> list[int]:
+def fail_before_the_first_node_publishes(base: Path) -> None:
     """The second node has published step 3 already, and the first one has it in a staging directory."""
     (path,) = memory_of_node(base, 0).glob("*/epoch_0_step_3")
     path.rename(path.with_name(f".{path.name}.staging-{'0' * 32}"))
-    return [0, 0, 1, 1]
 
 
-CASES = (
-    lose_nothing,
-    lose_second_node,
-    lose_first_node,
-    exchange_the_nodes,
-    damage_a_file,
-    fail_before_the_first_node_publishes,
-)
+CASES = (lose_nothing, lose_second_node, damage_a_file, fail_before_the_first_node_publishes)
 
 
-def resume_after_each(base: Path, kept: Path, section: dict[str, Any]) -> dict[str, Any]:
+def resume_after_each(base: Path, kept: Path) -> dict[str, Any]:
     """Restore the state after the failure from *kept*, and resume, for each case."""
     found = {}
     for case in CASES:
-        box: list[Any] = [None]
-        if dist.get_rank() == 0:
-            restore(base, kept)
-            box = [case(base)]
-        dist.broadcast_object_list(box)
-        found[case.__name__] = resume(base, box[0], section)
-        dist.barrier()
+        between(partial(restore, base, kept))
+        between(partial(case, base))
+        found[case.__name__] = resume(base, NODES)
     return found
 
 
@@ -184,9 +160,9 @@ def test_with_a_replica_any_one_node_can_be_lost(tmp_path: Path) -> None:
     base, kept = tmp_path / "run", tmp_path / "kept"
     base.mkdir()
     make_nodes(base, 2)
-    weights = ranks.run(train_and_fail, 4, base, [0, 0, 1, 1], {}, timeout=TIMEOUT)[0]
+    weights = ranks.run(train_and_fail, 3, base, timeout=TIMEOUT)[0]
     shutil.copytree(base, kept)
-    all_found = ranks.run(resume_after_each, 4, base, kept, {}, timeout=TIMEOUT)
+    all_found = ranks.run(resume_after_each, 3, base, kept, timeout=TIMEOUT)
     for rank, of_cases in enumerate(all_found):
         for case, found in of_cases.items():
             assert found["step"] == STEPS and found["in_memory"], (rank, case, found)
@@ -198,13 +174,11 @@ def test_with_a_replica_any_one_node_can_be_lost(tmp_path: Path) -> None:
     restore(base, kept)
     # With another number of ranks, on the second node alone.
     clear(memory_of_node(base, 0))
-    for found in ranks.run(resume, 3, base, [1, 1, 1], {}, timeout=TIMEOUT):
+    for found in ranks.run(resume, 2, base, [1, 1], timeout=TIMEOUT):
         assert found["step"] == STEPS and found["in_memory"] and found["weights"] == weights
 
 
 # ---------------------------------------------------------------- several failures in one run
-
-NODES = [0, 0, 1, 1]
 
 
 def start(base: Path, **section: Any) -> Run:
@@ -232,7 +206,7 @@ def process_killed(base: Path) -> list[str]:
     run.memory.finish_save()
     nodes = run.memory.nodes
     assert nodes is not None
-    if dist.get_rank() == 2:
+    if dist.get_rank() == 1:
         assert nodes._process is not None
         os.kill(nodes._process.pid, signal.SIGKILL)
     dist.barrier()
@@ -309,37 +283,13 @@ def run_scenarios(base: Path) -> dict[str, Any]:
 @pytest.mark.further
 def test_nodes_that_are_lost_absent_or_slow(tmp_path: Path) -> None:
     make_nodes(tmp_path, 2)
-    found = ranks.run(run_scenarios, 4, tmp_path, timeout=TIMEOUT)[0]
+    found = ranks.run(run_scenarios, 3, tmp_path, timeout=TIMEOUT)[0]
     # replicas: 0
     assert found["without_replicas"] == [STEPS, 0]
     assert found["process_killed"] == ["epoch_0_step_3"]
     assert found["absent_node"] == {"base": 2, "abandoned": 0}
     # max_mb_per_second: 0.05, and about 30 kB from each node.
     assert found["slow_copies"] > 0.3
-
-
-# ---------------------------------------------------------------- directories of nodes that upload to an object store
-
-
-def opened_on_shared_storage(base: Path) -> bool:
-    """Open a run with ranks on two machines that see the same directory; return whether it is distributed."""
-    rank = dist.get_rank()
-    options = CheckpointOptions(scratch_dir=str(base))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nodes, "kernel_boot_id", lambda: f"{rank}")
-        checkpointer = Checkpointer(url_of(base), options=options)
-        checkpointer.open()
-        is_distributed = checkpointer.nodes is not None
-        checkpointer.close()
-    return is_distributed
-
-
-def test_nodes_that_share_storage_again_use_it(tmp_path: Path) -> None:
-    root = scratch_directory(url_of(tmp_path), str(tmp_path))
-    root.mkdir()
-    # A mount was missing on a node when the run started before.
-    RunGeneration().next([]).write(root)
-    assert ranks.run(opened_on_shared_storage, 2, tmp_path) == [False, False]
 
 
 def close_while_saving(base: Path) -> list[str]:

@@ -13,9 +13,6 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support import ranks
 from tests.support.runs.training import Recipe, killed_after, steps_of, train, write_recipe
 
-ACCUMULATION = {1: {1: 8, 4: 2}, 2: {1: 4, 4: 1}}
-"""Ranks -> accumulation -> local batch size, of a global batch of 8."""
-
 
 def training(
     directory: Path, name: str, *overrides: str, recipe_class: type[LLMFinetune] = Recipe
@@ -36,24 +33,14 @@ def kill(
         assert -9 in [outcome.exitcode for outcome in ended]
 
 
-def run(directory: Path, num_ranks: int, name: str, *overrides: str) -> list[Any]:
-    """Train in ``directory/name`` to the end; the ranks' final digests."""
-    return ranks.run(training(directory, name, *overrides), num_ranks, init=False)
-
-
 @pytest.mark.parametrize(
-    ("num_ranks", "num_workers", "accumulation", "kills"),
-    [
-        (1, 0, 1, (3, 8)),
-        (2, 1, 4, (7,)),
-    ],
+    ("num_ranks", "num_workers", "local_batch_size", "kills"), [(1, 0, 8, (3, 8)), (2, 1, 2, (7,))]
 )
 def test_killed_between_checkpoints_and_resumed_equals_uninterrupted(
-    tmp_path: Path, num_ranks: int, num_workers: int, accumulation: int, kills: tuple[int, ...]
+    tmp_path: Path, num_ranks: int, num_workers: int, local_batch_size: int, kills: tuple[int, ...]
 ) -> None:
-    local = ACCUMULATION[num_ranks][accumulation]
     overrides = (
-        f"--step_scheduler.local_batch_size={local}",
+        f"--step_scheduler.local_batch_size={local_batch_size}",
         f"--dataloader.num_workers={num_workers}",
     )
     kill(tmp_path, num_ranks, "interrupted", *overrides, kills=kills)
@@ -67,18 +54,24 @@ def test_killed_between_checkpoints_and_resumed_equals_uninterrupted(
     assert sorted(sample for record in steps[:6] for sample in record["samples"]) == list(range(44))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_ranks_train_on_the_same_global_batches_as_one(tmp_path: Path, strategy: str) -> None:
+def test_two_ranks_train_on_the_same_global_batches_as_one(tmp_path: Path) -> None:
     overrides = (
         "--step_scheduler.local_batch_size=2",
-        "--step_scheduler.max_steps=8",
+        "--step_scheduler.max_steps=7",
         "--model.from_config.attention_dropout=0.0",
     )
-    run(tmp_path, 1, "one", *overrides)
-    run(tmp_path, 2, "two", f"--distributed.strategy={strategy}", *overrides)
-    one, two = steps_of(tmp_path / "one"), steps_of(tmp_path / "two")
-    for name in ("step", "epoch", "samples", "tokens", "label_tokens", "lr"):
-        assert [record[name] for record in one] == [record[name] for record in two]
-    for mine, theirs in zip(one, two, strict=True):
-        for name in ("loss", "grad_norm"):
-            assert float.fromhex(mine[name]) == pytest.approx(float.fromhex(theirs[name]), rel=1e-3)
+    ranks.run(training(tmp_path, "one", *overrides), 1, init=False)
+    strategies = ("ddp", "fsdp2")
+    trainings = [
+        training(tmp_path, name, f"--distributed.strategy={name}", *overrides)
+        for name in strategies
+    ]
+    ranks.run_each(trainings, 2)
+    one = steps_of(tmp_path / "one")
+    for two in (steps_of(tmp_path / name) for name in strategies):
+        for name in ("step", "epoch", "samples", "tokens", "label_tokens", "lr"):
+            assert [record[name] for record in one] == [record[name] for record in two]
+        for mine, theirs in zip(one, two, strict=True):
+            for name in ("loss", "grad_norm"):
+                found = float.fromhex(theirs[name])
+                assert found == pytest.approx(float.fromhex(mine[name]), rel=1e-3)

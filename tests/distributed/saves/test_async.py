@@ -19,9 +19,9 @@ from tests.distributed.faults.test_signals import wait_for
 from tests.support import ranks
 from tests.support.checkpoints import is_intact
 from tests.support.runs import training
+from tests.support.runs.marked_trainer import Trainer, members
 from tests.support.servers.command_server import CommandServer
 from tools.crash import signals
-from tools.crash.trainer import Trainer, members
 
 ASYNC = ("--checkpoint.is_async", "true")
 

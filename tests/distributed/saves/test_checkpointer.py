@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from automodel_ckpt.checkpoint import Checkpointer, Manifest, discover
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from tests.support import ranks
-from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
 
 
@@ -84,45 +83,6 @@ def whole_state(made: SimpleNamespace) -> dict[str, torch.Tensor]:
     for name, parameter in model.named_parameters():
         state |= {f"{name}/{k}": full(v) for k, v in made.optimizer.state[parameter].items()}
     return state
-
-
-def saved(root: Path, strategy: str, model_save_format: str, seed: int) -> dict[str, torch.Tensor]:
-    made = build(strategy, seed)
-    tiny.save(root, made, model_save_format=model_save_format)
-    return whole_state(made)
-
-
-def loaded(root: Path, strategy: str) -> dict[str, torch.Tensor]:
-    made = build(strategy, seed=99)
-    assert tiny.load(root, made) is not None
-    assert made.lr_scheduler.last_epoch == 2
-    return whole_state(made)
-
-
-LAYOUTS = [("single", 1), ("fsdp2", 2), ("ddp", 2)]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "size", "model_save_format"),
-    [
-        ("fsdp2", 2, "safetensors"),
-        ("ddp", 2, "torch_save"),
-        pytest.param("single", 1, "safetensors", marks=pytest.mark.further),
-        pytest.param("fsdp2", 2, "torch_save", marks=pytest.mark.further),
-    ],
-)
-def test_what_one_layout_saves_every_other_loads_bit_for_bit(
-    tmp_path: Path, strategy: str, size: int, model_save_format: str
-) -> None:
-    expected = ranks.run(saved, size, tmp_path, strategy, model_save_format, 7)[0]
-    assert is_intact(tmp_path / "LATEST")
-    for other, other_size in LAYOUTS:
-        for result in ranks.run(loaded, other_size, tmp_path, other):
-            assert result.keys() == expected.keys()
-            assert [n for n in expected if not torch.equal(result[n], expected[n])] == [], (
-                other,
-                other_size,
-            )
 
 
 def saved_with_rank_state(root: Path) -> None:

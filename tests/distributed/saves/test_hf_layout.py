@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -161,7 +160,7 @@ def test_damage_is_found_by_every_export(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.further)])
 def test_transformers_loads_the_model_directory_as_it_is_with_the_same_logits(
-    tmp_path: Path, tied: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tied: bool
 ) -> None:
     make_base(tmp_path / "base", tied=tied)
     logits = ranks.run(save_llama, 2, tmp_path / "base", tmp_path / "run")[0]
@@ -196,13 +195,11 @@ def test_transformers_loads_the_model_directory_as_it_is_with_the_same_logits(
         assert ended.returncode == status and ended.stdout == ("" if status else f"{model}\n"), (
             ended.stderr
         )
-    export = [sys.executable, "-m", "automodel_ckpt.cli.ckpt", "consolidate", str(model)]
-    ended = subprocess.run(export, capture_output=True, text=True, check=True)
-    assert (
-        "nothing to do" in ended.stderr
-        and ended.stdout == f"{model}\n"
-        and not (model / "consolidated").exists()
-    )
+    capsys.readouterr()
+    assert main(["consolidate", str(model)]) == 0
+    printed = capsys.readouterr()
+    assert "nothing to do" in printed.err and printed.out == f"{model}\n"
+    assert not (model / "consolidated").exists()
 
 
 def test_a_damaged_file_is_refused_with_its_tensor_and_torch_save_is_no_format_for_it(

@@ -125,7 +125,7 @@ def test_a_job_saves_on_request_and_goes_on(
     assert job.wait(PATIENCE) == 75
 
 
-@pytest.mark.parametrize("is_async", ["true", "false"])
+@pytest.mark.parametrize("is_async", ["true", pytest.param("false", marks=pytest.mark.further)])
 def test_ranks_save_on_a_request_of_any_of_them(
     tmp_path: Path, commands: CommandServer, start: Run, is_async: str
 ) -> None:

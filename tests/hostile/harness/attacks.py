@@ -45,44 +45,33 @@ ATTACKS: list[Attack] = []
 # Every class, and the readers that it applies to: those that come near the file or the value in question.
 KINDS: dict[str, frozenset[str]] = {}
 # Those that concern who reads tensors, recipes and small state.
-_OF_VALUES = frozenset(
-    {
-        "pickle_in_dataloader",
-        "pickle_in_step_scheduler",
-        "pickle_in_distcp_value",
-        "zip_bomb_tensor",
-        "zip_bomb_pickle",
-        "zip_overlapping_records",
-        "storage_beyond_record",
-        "path_of_a_slice",
-        "hostile_fqn",
-        "special_fifo",
-        "special_link",
-        "special_device",
-        "link_on_the_way",
-        "sparse_file",
-        "slice_values",
-        "slices_overlap",
-        "shape",
-        "manifest_malformed",
-        "recipe_tags",
-        "recipe_text",
-    }
-)
+_OF_VALUES = {
+    *("pickle_in_dataloader", "pickle_in_step_scheduler", "pickle_in_distcp_value"),
+    *("zip_bomb_tensor", "zip_bomb_pickle", "zip_overlapping_records", "storage_beyond_record"),
+    *("path_of_a_slice", "hostile_fqn", "special_fifo", "special_link", "special_device"),
+    *("link_on_the_way", "sparse_file", "slice_values", "slices_overlap", "shape"),
+    *("manifest_malformed", "recipe_tags", "recipe_text"),
+}
 
 
 def add(
     kind: str,
     name: str,
-    change: Change,
+    change: Callable[..., object],
     readers: Iterable[str],
     refusing: Iterable[str] = (),
     form: str = "shards",
+    **given: Any,
 ) -> None:
-    """Enter an attack, and its readers into those of its class."""
+    """Enter an attack, and its readers into those of its class. *change* gets the case and what is *given*."""
     met = frozenset(readers) | (VALUES if kind in _OF_VALUES else frozenset())
     KINDS[kind] = KINDS.get(kind, frozenset()) | met
-    ATTACKS.append(Attack(kind, name, change, met, frozenset(refusing), form))
+    ATTACKS.append(Attack(kind, name, partial(change, **given), met, frozenset(refusing), form))
+
+
+def put(case: Attacked, path: str, data: bytes | Callable[[], bytes]) -> None:
+    """Another content of a file of the checkpoint, with the digest that fits."""
+    case.replace(path, data if isinstance(data, bytes) else data())
 
 
 VERIFIED = RESUMES - {"resume_unverified"}
@@ -102,48 +91,35 @@ def _pickles() -> None:
         "attribute": "tracker.pt",
     }
 
-    def state(case: Attacked, name: str) -> bytes:
-        return bombs.executing_state(case.marker)[name]
+    def file(case: Attacked, path: str, state: str) -> None:
+        case.replace(path, bombs.executing_state(case.marker)[state])
+
+    def blob(case: Attacked, tree: str, state: str) -> None:
+        case.replace_blob(tree, bombs.executing_state(case.marker)[state])
+
+    def metadata(case: Attacked, state: str) -> None:
+        case.replace("optim/.metadata", bombs.executing_pickles(case.marker)[state])
 
     for number, (label, path) in enumerate(places.items()):
         chosen = names if label == "attribute" else [names[number + 3], "archived_stack_global"]
         for name in chosen:
             readers = RESUMES if name != "archived_reduce" else ALL
-            change = partial(
-                lambda case, path, name: case.replace(path, state(case, name)), path=path, name=name
-            )
-            add(f"pickle_in_{label}", name, change, readers, RESUMES)
-        add(f"pickle_in_{label}", "everywhere", change, ALL, RESUMES)
+            add(f"pickle_in_{label}", name, file, readers, RESUMES, path=path, state=name)
+        add(f"pickle_in_{label}", "everywhere", file, ALL, RESUMES, path=path, state=chosen[-1])
     for tree, label in (("optimizer", "distcp_value"), ("model", "objects_bin")):
         for name in names:
             readers = ALL if name == "archived_reduce" else RESUMES
-            change = partial(
-                lambda case, tree, name: case.replace_blob(tree, state(case, name)),
-                tree=tree,
-                name=name,
-            )
-            add(f"pickle_in_{label}", name, change, readers, RESUMES)
+            add(f"pickle_in_{label}", name, blob, readers, RESUMES, tree=tree, state=name)
     for name in ("reduce", "stack_global", "build", "import"):
         readers = ALL if name == "reduce" else RESUMES | CHECKS
-        change = partial(
-            lambda case, name: case.replace(
-                "optim/.metadata", bombs.executing_pickles(case.marker)[name]
-            ),
-            name=name,
-        )
-        add("pickle_in_metadata", name, change, readers)
-        add("pickle_in_foreign_files", name, partial(_foreign_pickles, name=name), ALL)
+        add("pickle_in_metadata", name, metadata, readers, state=name)
+        add("pickle_in_foreign_files", name, _foreign_pickles, ALL, pickled=name)
 
 
-def _foreign_pickles(case: Attacked, name: str) -> None:
-    data = bombs.executing_state(case.marker)["archived_" + name]
-    for path in (
-        "extra.pt",
-        "model/.metadata",
-        "optim/__9_0.distcp",
-        "model/pytorch_model.bin",
-        "training_args.bin",
-    ):
+def _foreign_pickles(case: Attacked, pickled: str) -> None:
+    data = bombs.executing_state(case.marker)["archived_" + pickled]
+    in_directories = ("model/.metadata", "optim/__9_0.distcp", "model/pytorch_model.bin")
+    for path in ("extra.pt", "training_args.bin", *in_directories):
         (case.checkpoint / path).write_bytes(data)
 
 
@@ -154,32 +130,18 @@ def _bombs() -> None:
         "zip_overlapping_records": bombs.overlapping_records,
         "storage_beyond_record": bombs.storage_beyond_its_record,
     }
+
+    def blob(case: Attacked, tree: str, data: Callable[[], bytes]) -> None:
+        case.replace_blob(tree, data())
+
+    readers = RESUMES | CHECKS | {"consolidate", "show"}
     for kind, data in made.items():
-        add(
-            kind,
-            "tracker",
-            partial(lambda case, data: case.replace("tracker.pt", data()), data=data),
-            RESUMES | CHECKS | {"consolidate", "show"},
-            RESUMES,
-        )
-        add(
-            kind,
-            "distcp_value",
-            partial(lambda case, data: case.replace_blob("optimizer", data()), data=data),
-            RESUMES,
-            RESUMES,
-        )
-        add(
-            kind,
-            "objects_bin",
-            partial(lambda case, data: case.replace_blob("model", data()), data=data),
-            RESUMES | EXPORTS,
-            RESUMES,
-        )
+        add(kind, "tracker", put, readers, RESUMES, path="tracker.pt", data=data)
+        add(kind, "distcp_value", blob, RESUMES, RESUMES, tree="optimizer", data=data)
+        add(kind, "objects_bin", blob, RESUMES | EXPORTS, RESUMES, tree="model", data=data)
     for name, program in bombs.large_allocations().items():
-        change = partial(lambda case, program: case.replace("tracker.pt", program), program=program)
         refusing = RESUMES if name not in ("memo_index", "frame_stated") else ()
-        add("pickle_allocations", name, change, RESUMES, refusing)
+        add("pickle_allocations", name, put, RESUMES, refusing, path="tracker.pt", data=program)
 
 
 # ---------------------------------------------------------------- paths
@@ -232,18 +194,13 @@ def _paths() -> None:
             else RESUMES | EXPORTS | CHECKS
         )
         refusing = (PARSERS | RESUMES) & (readers - LISTS - PRUNES)
-        add("path_of_a_slice", name, partial(shard, path=path), readers, refusing)
-        add(
-            "path_of_a_state",
-            name,
-            partial(state, path=path),
-            readers,
-            RESUMES | (CHECKS & readers),
-        )
+        add("path_of_a_slice", name, shard, readers, refusing, path=path)
+        add("path_of_a_state", name, state, readers, RESUMES | (CHECKS & readers), path=path)
     for name in ("parent", "absolute", "surrogate", "escape", "nul"):
-        add("hostile_state_path", name, partial(_state_path, path=HOSTILE_PATHS[name]), ALL)
-        add("hostile_tree_name", name, partial(_tree_name, name=HOSTILE_PATHS[name]), ALL, RESUMES)
-        add("hostile_fqn", name, partial(_fqn, name=HOSTILE_PATHS[name]), ALL, RESUMES)
+        path = HOSTILE_PATHS[name]
+        add("hostile_state_path", name, _state_path, ALL, path=path)
+        add("hostile_tree_name", name, _tree_name, ALL, RESUMES, tree=path)
+        add("hostile_fqn", name, _fqn, ALL, RESUMES, fqn=path)
 
 
 def _state_path(case: Attacked, path: str) -> None:
@@ -254,19 +211,19 @@ def _state_path(case: Attacked, path: str) -> None:
     case.reseal(change)
 
 
-def _tree_name(case: Attacked, name: str) -> None:
+def _tree_name(case: Attacked, tree: str) -> None:
     def change(document: Document) -> None:
-        document["trees"][name] = document["trees"].pop("model")
-        document["state"][name] = document["state"].pop("model")
+        document["trees"][tree] = document["trees"].pop("model")
+        document["state"][tree] = document["state"].pop("model")
 
     case.reseal(change)
 
 
-def _fqn(case: Attacked, name: str) -> None:
+def _fqn(case: Attacked, fqn: str) -> None:
     def change(document: Document) -> None:
         tree = document["trees"]["model"]
-        tree["tensors"][name] = tree["tensors"].pop("frozen")
-        tree["tied"] = {f"{name}/{name}": "embed"}
+        tree["tensors"][fqn] = tree["tensors"].pop("frozen")
+        tree["tied"] = {f"{fqn}/{fqn}": "embed"}
 
     case.reseal(change)
 
@@ -274,7 +231,10 @@ def _fqn(case: Attacked, name: str) -> None:
 # ---------------------------------------------------------------- special files
 
 
-def _special(path: Path, kind: str, outside: Path) -> None:
+_DEVICES = {"zero": (0o020000, 1, 5), "null": (0o020000, 1, 3), "block": (0o060000, 7, 250)}
+
+
+def special(path: Path, kind: str, outside: Path) -> None:
     """Put a file that is none in the place of *path*."""
     if path.is_symlink() or path.is_file():
         path.unlink()
@@ -295,10 +255,8 @@ def _special(path: Path, kind: str, outside: Path) -> None:
         os.mkfifo(outside / "pipe")
         path.symlink_to(outside / "pipe")
     else:
-        device = {"zero": (0o020000, 1, 5), "null": (0o020000, 1, 3), "block": (0o060000, 7, 250)}[
-            kind
-        ]
-        os.mknod(path, device[0] | 0o600, os.makedev(*device[1:]))
+        mode, *numbers = _DEVICES[kind]
+        os.mknod(path, mode | 0o600, os.makedev(*numbers))
 
 
 def _bind(path: Path) -> None:
@@ -312,107 +270,52 @@ def _bind(path: Path) -> None:
 
 
 def _sort(kind: str) -> str:
-    return (
-        "link"
-        if kind.startswith("link")
-        else "device"
-        if kind in ("zero", "null", "block")
-        else kind
-    )
+    if kind.startswith("link"):
+        return "link"
+    return "device" if kind in _DEVICES else kind
 
 
-SPECIALS = (
-    "fifo",
-    "directory",
-    "socket",
-    "link_outside",
-    "link_to_zero",
-    "link_to_itself",
-    "link_to_fifo",
-    "zero",
-    "null",
-    "block",
-)
-
-
+LINKS = ("link_outside", "link_to_zero", "link_to_itself", "link_to_fifo")
+SPECIALS = ("fifo", "directory", "socket", *LINKS, *_DEVICES)
 EXPORTED = (
-    "export_manifest.json",
-    "model-00001-of-00001.safetensors",
-    "model.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "processor_config.json",
-    "chat_template.jinja",
-    "adapter_model.safetensors",
-    "adapter_config.json",
-    "automodel_peft_config.json",
+    *("export_manifest.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"),
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("processor_config.json", "chat_template.jinja", "adapter_model.safetensors"),
+    *("adapter_config.json", "automodel_peft_config.json"),
 )
 
 
 def _specials() -> None:
-    def in_checkpoint(case: Attacked, path: str, kind: str) -> None:
-        _special(case.checkpoint / path, kind, case.outside)
+    def replaced(case: Attacked, path: str, file: str) -> None:
+        special(case.checkpoint / path, file, case.outside)
 
-    def shard(case: Attacked, kind: str) -> None:
-        _special(case.shard, kind, case.outside)
+    def shard(case: Attacked, file: str) -> None:
+        special(case.shard, file, case.outside)
 
+    of_all = ALL - SUMMARIES - {"drop_optimizer", "restore_from_LATEST"} | {"restore_from_path"}
+    of_state, of_sides = RESUMES | CHECKS, EXPORTS | CHECKS
+    of_weights = RESUMES | CHECKS | EXPORTS
+    refused = {
+        "MANIFEST.json": (ALL, of_all),
+        **dict.fromkeys(
+            ("tracker.pt", "optim/__0_0.distcp", "model/objects-00001.bin"), (of_state, of_state)
+        ),
+        "model/.hf_metadata/config.json": (of_sides, of_sides),
+        "model/.hf_metadata/tokenizer.json": (of_sides, of_sides),
+        "config.yaml": (of_state, VERIFIED | CHECKS),
+    }
     for kind in SPECIALS:
-        add(
-            f"special_{_sort(kind)}",
-            f"{kind}_MANIFEST.json",
-            partial(in_checkpoint, path="MANIFEST.json", kind=kind),
-            ALL,
-            ALL - SUMMARIES - {"drop_optimizer", "restore_from_LATEST"} | {"restore_from_path"},
-        )
-        add(
-            f"special_{_sort(kind)}",
-            f"{kind}_shard",
-            partial(shard, kind=kind),
-            RESUMES | CHECKS | EXPORTS,
-            RESUMES | CHECKS | EXPORTS,
-        )
-        for path in ("tracker.pt", "optim/__0_0.distcp", "model/objects-00001.bin"):
-            add(
-                f"special_{_sort(kind)}",
-                f"{kind}_{path}",
-                partial(in_checkpoint, path=path, kind=kind),
-                RESUMES | CHECKS,
-                RESUMES | CHECKS,
-            )
-        for path in ("model/.hf_metadata/config.json", "model/.hf_metadata/tokenizer.json"):
-            add(
-                f"special_{_sort(kind)}",
-                f"{kind}_{path}",
-                partial(in_checkpoint, path=path, kind=kind),
-                EXPORTS | CHECKS,
-                EXPORTS | CHECKS,
-            )
-        for path in (
-            "model/.hf_metadata/fqn_to_file_index_mapping.json",
-            "model/.hf_metadata/foreign.py",
-        ):
-            add(
-                "special_foreign",
-                f"{kind}_{path}",
-                partial(in_checkpoint, path=path, kind=kind),
-                EXPORTS | CHECKS,
-            )
-        add(
-            f"special_{_sort(kind)}",
-            f"{kind}_config.yaml",
-            partial(in_checkpoint, path="config.yaml", kind=kind),
-            RESUMES | CHECKS,
-            VERIFIED | CHECKS,
-        )
-        for path in EXPORTED:
-            add(
-                "special_in_export",
-                f"{kind}_{path}",
-                partial(in_checkpoint, path=f"model/consolidated/{path}", kind=kind),
-                CHECKS | EXPORTS | OF_EXPORTS,
-            )
+        sort = f"special_{_sort(kind)}"
+        add(sort, f"{kind}_shard", shard, of_weights, of_weights, file=kind)
+        for path, (readers, refusing) in refused.items():
+            add(sort, f"{kind}_{path}", replaced, readers, refusing, path=path, file=kind)
+        for name in ("fqn_to_file_index_mapping.json", "foreign.py"):
+            path = f"model/.hf_metadata/{name}"
+            add("special_foreign", f"{kind}_{path}", replaced, of_sides, path=path, file=kind)
+        for name in EXPORTED:
+            path = f"model/consolidated/{name}"
+            readers = CHECKS | EXPORTS | OF_EXPORTS
+            add("special_in_export", f"{kind}_{name}", replaced, readers, path=path, file=kind)
 
 
 def _links_on_the_way() -> None:
@@ -424,26 +327,11 @@ def _links_on_the_way() -> None:
 
     for path in ("model", "optim", "rng", "dataloader"):
         readers = RESUMES | CHECKS | (EXPORTS if path == "model" else frozenset())
-        add(
-            "link_on_the_way",
-            path,
-            partial(replaced, path=path),
-            readers,
-            RESUMES | CHECKS | (readers & {"tool"}),
-        )
-    add(
-        "link_on_the_way",
-        ".hf_metadata",
-        partial(replaced, path="model/.hf_metadata"),
-        EXPORTS | CHECKS,
-        EXPORTS,
-    )
-    add(
-        "link_on_the_way",
-        "consolidated",
-        partial(replaced, path="model/consolidated"),
-        EXPORTS | CHECKS,
-    )
+        refusing = RESUMES | CHECKS | (readers & {"tool"})
+        add("link_on_the_way", path, replaced, readers, refusing, path=path)
+    for name, refusing in ((".hf_metadata", EXPORTS), ("consolidated", frozenset())):
+        readers = EXPORTS | CHECKS
+        add("link_on_the_way", name, replaced, readers, refusing, path=f"model/{name}")
 
 
 def _sparse() -> None:
@@ -461,44 +349,26 @@ def _sparse() -> None:
         )
         (path.parent / "export_manifest.json").write_text(text)
 
-    for path in (
-        "tracker.pt",
-        "optim/__0_0.distcp",
-        "config.yaml",
-        "model/.hf_metadata/config.json",
-    ):
+    def manifest(case: Attacked, size: int) -> None:
+        os.truncate(case.manifest, size)
+
+    def foreign(case: Attacked, side_file: str, size: int) -> None:
+        with open(case.model / ".hf_metadata" / side_file, "wb") as file:
+            file.truncate(size)
+
+    files = ("tracker.pt", "optim/__0_0.distcp", "config.yaml", "model/.hf_metadata/config.json")
+    for path in files:
         readers = RESUMES | CHECKS | {"show", "ls"} | (EXPORTS if "model" in path else frozenset())
-        add(
-            "sparse_file",
-            path,
-            partial(grown, path=path, size=1 << 40),
-            readers,
-            (VERIFIED | CHECKS) & readers,
-        )
+        refusing = (VERIFIED | CHECKS) & readers
+        add("sparse_file", path, grown, readers, refusing, path=path, size=1 << 40)
     add("sparse_file", "consolidated", grown_export, CHECKS | EXPORTS | OF_EXPORTS)
-    add(
-        "sparse_manifest",
-        "MANIFEST.json",
-        lambda case: os.truncate(case.manifest, 1 << 40),
-        ALL,
-        CHECKS,
-    )
-    add(
-        "sparse_manifest", "400_MB", lambda case: os.truncate(case.manifest, 400 << 20), ALL, CHECKS
-    )
-    foreign = "model/.hf_metadata/fqn_to_dtype_mapping.json"
-    add("sparse_foreign_file", "map", partial(_sparse_foreign, path=foreign), EXPORTS | CHECKS)
-    add(
-        "sparse_foreign_file",
-        "side",
-        partial(_sparse_foreign, path="model/.hf_metadata/x.py"),
-        EXPORTS | CHECKS,
-    )
-
-
-def _sparse_foreign(case: Attacked, path: str) -> None:
-    with open(case.checkpoint / path, "wb") as file:
-        file.truncate(200 << 20 if path.endswith("json") else 1 << 40)
+    add("sparse_manifest", "MANIFEST.json", manifest, ALL, CHECKS, size=1 << 40)
+    add("sparse_manifest", "400_MB", manifest, ALL, CHECKS, size=400 << 20)
+    sizes = {"fqn_to_dtype_mapping.json": 200 << 20, "x.py": 1 << 40}
+    for name, size in sizes.items():
+        label = "map" if "map" in name else "side"
+        of_sides = EXPORTS | CHECKS
+        add("sparse_foreign_file", label, foreign, of_sides, side_file=name, size=size)
 
 
 # ---------------------------------------------------------------- values in the manifest
@@ -556,33 +426,22 @@ def _slices() -> None:
             tensor = document["trees"]["model"]["tensors"]["embed"]
             count = 20_000
             tensor["shape"], tensor["dtype"] = [count, count], "BOOL"
-            tensor["slices"] = [
-                {
-                    **tensor["slices"][0],
-                    "offsets": [0, i],
-                    "sizes": [count, 1],
-                    "nbytes": count,
-                    "start": 0,
-                }
-                for i in range(count)
-            ]
+            column = {**tensor["slices"][0], "sizes": [count, 1], "nbytes": count, "start": 0}
+            tensor["slices"] = [{**column, "offsets": [0, i]} for i in range(count)]
 
         case.reseal(change)
 
     everyone = PARSERS
     for name, value in values.items():
         refusing = everyone - PRUNES if name != "overlapping_header" else VERIFIED & {"verify_deep"}
-        add("slice_values", name, partial(change, value=value), everyone, refusing)
+        add("slice_values", name, change, everyone, refusing, value=value)
     add("slices_overlap", "twice", twice, everyone, everyone - PRUNES)
     add("slices_many", "empty", many, everyone)
     add("slices_many", "quadratic", quadratic, everyone, everyone - PRUNES)
-    for name, shape in {
-        "giant": [10**4200, 10**4200],
-        "many_dimensions": [1] * 100_000,
-        "zero": [0, 2**62],
-        "product": [2**62] * 50,
-    }.items():
-        add("shape", name, partial(shaped, shape=shape), everyone, everyone - PRUNES)
+    shapes = {"giant": [10**4200, 10**4200], "many_dimensions": [1] * 100_000}
+    shapes |= {"zero": [0, 2**62], "product": [2**62] * 50}
+    for name, shape in shapes.items():
+        add("shape", name, shaped, everyone, everyone - PRUNES, shape=shape)
 
 
 def _values() -> None:
@@ -603,36 +462,21 @@ def _values() -> None:
     }
     for name, value in values.items():
         sort = {int: "numbers", float: "numbers", str: "texts"}.get(type(value), "nesting")
+        kind = f"manifest_{sort}"
         for key in ("step", "epoch", "created", "world_size", "dp_size"):
-            add(
-                f"manifest_{sort}",
-                f"{name}_{key}",
-                partial(_set, key=key, value=value),
-                ALL if key == "created" else LISTS,
-            )
+            readers = ALL if key == "created" else LISTS
+            add(kind, f"{name}_{key}", _set, readers, key=key, value=value)
         for key in ("losses", "progress", "environment", "lineage"):
-            add(f"manifest_{sort}", f"{name}_{key}_is", partial(_set, key=key, value=value), LISTS)
-            add(
-                f"manifest_{sort}",
-                f"{name}_in_{key}",
-                partial(_set_in, key=key, value=value),
-                ALL if key in ("losses", "lineage") else LISTS,
-            )
-        add(f"manifest_{sort}", f"{name}_size", partial(_set_size, value=value), ALL)
-        add(
-            f"manifest_{sort}",
-            f"{name}_digest",
-            partial(_set_digest, value=value),
-            RESUMES | CHECKS | EXPORTS,
-        )
+            readers = ALL if key in ("losses", "lineage") else LISTS
+            add(kind, f"{name}_{key}_is", _set, LISTS, key=key, value=value)
+            add(kind, f"{name}_in_{key}", _set_in, readers, key=key, value=value)
+        readers = RESUMES | CHECKS | EXPORTS
+        add(kind, f"{name}_size", _set_of_file, ALL, key="size", value=value)
+        add(kind, f"{name}_digest", _set_of_file, readers, key="digest", value=value)
     for key in ("state", "trees", "files"):
         for value in ([], {"a": 1}, {"a": []}, None, "text", {"a": {"size": {}}}):
-            add(
-                "manifest_section",
-                f"{key}_{value!r}".replace(" ", ""),
-                partial(_set, key=key, value=value),
-                ALL,
-            )
+            name = f"{key}_{value!r}".replace(" ", "")
+            add("manifest_section", name, _set, ALL, key=key, value=value)
 
 
 def _set(case: Attacked, key: str, value: Any) -> None:
@@ -644,12 +488,8 @@ def _set_in(case: Attacked, key: str, value: Any) -> None:
     case.reseal(lambda document: document[key].update(dict.fromkeys(names, value)))
 
 
-def _set_size(case: Attacked, value: Any) -> None:
-    case.reseal(lambda document: document["files"]["tracker.pt"].update(size=value))
-
-
-def _set_digest(case: Attacked, value: Any) -> None:
-    case.reseal(lambda document: document["files"]["tracker.pt"].update(digest=value))
+def _set_of_file(case: Attacked, key: str, value: Any) -> None:
+    case.reseal(lambda document: document["files"]["tracker.pt"].update({key: value}))
 
 
 def _texts() -> None:
@@ -680,15 +520,14 @@ def _texts() -> None:
             b'{"format":"automodel_ckpt","format":"automodel_ckpt","step":1,"step":2'
         ),
     }
+
+    def seal(case: Attacked, text: Callable[[], bytes]) -> None:
+        case.seal(text())
+
+    refusing = CHECKS | LISTS - {"ls", "ls_json"}
     for name, text in texts.items():
         sort = "bombs" if name.startswith(("deep", "many", "long", "digits")) else "malformed"
-        add(
-            f"manifest_{sort}",
-            name,
-            partial(lambda case, text: case.seal(text()), text=text),
-            ALL,
-            CHECKS | LISTS - {"ls", "ls_json"},
-        )
+        add(f"manifest_{sort}", name, seal, ALL, refusing, text=text)
 
 
 def entries() -> None:

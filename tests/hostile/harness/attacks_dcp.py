@@ -36,10 +36,10 @@ def _write(case: Attacked, data: Callable[[Path], bytes]) -> None:
     _bare(case).write_bytes(data(case.marker))
 
 
-def _changed(case: Attacked, change: Callable[[Metadata], object]) -> None:
+def _changed(case: Attacked, value: Callable[[Metadata], object]) -> None:
     path = _bare(case)
     metadata = pickle.loads(path.read_bytes())
-    change(metadata)
+    value(metadata)
     path.write_bytes(pickle.dumps(metadata, protocol=4))
 
 
@@ -147,18 +147,13 @@ def entries(add: Add) -> None:
     readers = takers | _SHOWS
     add("dcp_untouched", "without_manifest", _bare, readers)
     for name, program in _programs().items():
-        add("dcp_metadata_pickle", name, partial(_write, data=program), readers, takers)
-    for name, change in _changes().items():
-        add(
-            "dcp_metadata_values",
-            name,
-            partial(_changed, change=change),
-            readers,
-            takers if name != "paths" else (),
-        )
+        add("dcp_metadata_pickle", name, _write, readers, takers, data=program)
+    for name, value in _changes().items():
+        refusing = takers if name != "paths" else ()
+        add("dcp_metadata_values", name, _changed, readers, refusing, value=value)
     for name in bombs.executing_state(Path("x")):
         data = partial(lambda marker, name: bombs.executing_state(marker)[name], name=name)
-        add("dcp_item_pickle", name, partial(_item, data=data), readers, takers)
+        add("dcp_item_pickle", name, _item, readers, takers, data=data)
     made = {
         "compressed": bombs.compressed_tensor,
         "pickle": bombs.compressed_pickle,
@@ -166,17 +161,12 @@ def entries(add: Add) -> None:
         "beyond": bombs.storage_beyond_its_record,
     }
     for name, bomb in made.items():
-        add(
-            "dcp_item_bomb",
-            name,
-            partial(_item, data=partial(lambda _, bomb: bomb(), bomb=bomb)),
-            readers,
-            takers,
-        )
+        data = partial(lambda _, bomb: bomb(), bomb=bomb)
+        add("dcp_item_bomb", name, _item, readers, takers, data=data)
     add("dcp_sparse", "metadata", lambda case: os.truncate(_bare(case), 1 << 40), readers, takers)
     add("dcp_sparse", "items", _sparse_items, readers, takers)
-    for kind in ("fifo", "link_outside", "link_to_zero", "directory", "zero"):
-        add("dcp_special", kind, partial(_special_metadata, kind=kind), readers, takers)
+    for special in ("fifo", "link_outside", "link_to_zero", "directory", "zero"):
+        add("dcp_special", special, _special_metadata, readers, takers, special=special)
 
 
 def _sparse_items(case: Attacked) -> None:
@@ -184,7 +174,7 @@ def _sparse_items(case: Attacked) -> None:
     os.truncate(case.model / "__0_0.distcp", 1 << 40)
 
 
-def _special_metadata(case: Attacked, kind: str) -> None:
-    from tests.hostile.harness.attacks import _special
+def _special_metadata(case: Attacked, special: str) -> None:
+    from tests.hostile.harness import attacks
 
-    _special(_bare(case), kind, case.outside)
+    attacks.special(_bare(case), special, case.outside)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,8 @@ _SHOWS = frozenset({"ls", "show", "show_stats"})
 _CODE = b"import os; os.system('touch marker')"
 _SIDE = "model/.hf_metadata"
 _NAMES = (
-    "../../../outside/x",
-    "/etc/cron.d/x",
-    "a\0b",
-    "..",
+    *("../../../outside/x", "/etc/cron.d/x", "a\0b", "..", "\x1b[2J"),
     "model-00001-of-00001.safetensors/../../x",
-    "\x1b[2J",
 )
 
 
@@ -54,14 +49,18 @@ TEXTS: Texts = {
 }
 
 
-def _replace_side(case: Attacked, name: str, data: Callable[[], bytes], *, named: bool) -> None:
-    if named:
-        case.replace(f"{_SIDE}/{name}", data())
-    else:
-        (case.checkpoint / _SIDE / name).write_bytes(data())
+def _replace_side(case: Attacked, file: str, data: bytes | Callable[[], bytes]) -> None:
+    case.replace(f"{_SIDE}/{file}", data if isinstance(data, bytes) else data())
+
+
+def _write_side(case: Attacked, file: str, data: bytes) -> None:
+    """Write a file that the manifest does not name."""
+    (case.checkpoint / _SIDE / file).write_bytes(data)
 
 
 def _maps(add: Add) -> None:
+    from tests.hostile.harness.attacks import put
+
     names: dict[str, Any] = {
         "fqn_to_file_index_mapping.json": lambda name: {"embed": name, "head": name},
         "fqn_to_dtype_mapping.json": lambda name: {"embed": name},
@@ -72,64 +71,39 @@ def _maps(add: Add) -> None:
             "tie_word_embeddings": name,
         },
     }
+    takers = EXPORTS | IMPORTS
     for file, content in names.items():
         for text, data in TEXTS.items():
-            add(
-                "side_file_bombs"
-                if text in ("deep", "digits", "many_mappings")
-                else "side_file_texts",
-                f"{text}_{file}",
-                partial(_replace_side, name=file, data=data, named=True),
-                EXPORTS | IMPORTS,
-            )
-        for name in _NAMES:
-            data = partial(lambda value: json.dumps(value).encode(), content(name))
-            add(
-                "hostile_name_in_side_files",
-                f"{file}_{name!r}",
-                partial(_replace_side, name=file, data=data, named=True),
-                EXPORTS | IMPORTS,
-            )
+            sort = "bombs" if text in ("deep", "digits", "many_mappings") else "texts"
+            name = f"{text}_{file}"
+            add(f"side_file_{sort}", name, _replace_side, takers, file=file, data=data)
+        for path in _NAMES:
+            value = json.dumps(content(path)).encode()
+            name = f"{file}_{path!r}"
+            add("hostile_name_in_side_files", name, _replace_side, takers, file=file, data=value)
     for shape in ([10**4000], [-1], [2**62] * 60, "text", [1.5], [[1]]):
-        data = partial(lambda shape: json.dumps({"embed": {"shape": shape}}).encode(), shape)
-        add(
-            "expected_shape",
-            str(shape)[:20].replace(" ", ""),
-            partial(_replace_side, name="expected_tensors.json", data=data, named=True),
-            EXPORTS,
-            EXPORTS,
-        )
+        given = {
+            "file": "expected_tensors.json",
+            "data": json.dumps({"embed": {"shape": shape}}).encode(),
+        }
+        name = str(shape)[:20].replace(" ", "")
+        add("expected_shape", name, _replace_side, EXPORTS, EXPORTS, **given)
+    readers = EXPORTS | CHECKS | IMPORTS
     for file in (
-        "modeling_hostile.py",
-        "tokenizer.py",
-        "hostile.pth",
-        "model-00001-of-00001.safetensors",
-        "sitecustomize.py",
-        "export_manifest.json",
-        "pytorch_model.bin",
-        "json.py",
+        *("modeling_hostile.py", "tokenizer.py", "hostile.pth", "sitecustomize.py", "json.py"),
+        *("model-00001-of-00001.safetensors", "export_manifest.json", "pytorch_model.bin"),
     ):
-        for named in (True, False):
-            add(
-                "side_file_with_code",
-                f"{file}_{'named' if named else 'foreign'}",
-                partial(_replace_side, name=file, data=lambda: _CODE, named=named),
-                EXPORTS | CHECKS | IMPORTS,
-                EXPORTS if not named else (),
-            )
-    add(
-        "consolidate_sh_replaced",
-        "sealed",
-        lambda case: case.replace("model/consolidate.sh", b"touch marker"),
-        ALL,
-    )
-    add(
-        "consolidate_sh_replaced",
-        "unsealed",
-        lambda case: (case.model / "consolidate.sh").write_text("exit 3"),
-        ALL,
-        CHECKS | {"resume", "restore_from_path"},
-    )
+        given = {"file": file, "data": _CODE}
+        add("side_file_with_code", f"{file}_named", _replace_side, readers, **given)
+        add("side_file_with_code", f"{file}_foreign", _write_side, readers, EXPORTS, **given)
+
+    def unsealed(case: Attacked) -> None:
+        (case.model / "consolidate.sh").write_text("exit 3")
+
+    script = {"path": "model/consolidate.sh", "data": b"touch marker"}
+    add("consolidate_sh_replaced", "sealed", put, ALL, **script)
+    refusing = CHECKS | {"resume", "restore_from_path"}
+    add("consolidate_sh_replaced", "unsealed", unsealed, ALL, refusing)
 
 
 def _bare(case: Attacked) -> Path:
@@ -203,59 +177,37 @@ def _headers(add: Add) -> None:
         "info_digits": (_of({}, {"w": {"saved_offsets": [10**4000]}}), None),
         "metadata_text": (b'{"__metadata__":"x",%s}' % entry, None),
     }
+    readers = EXPORTS | IMPORTS | _SHOWS
     for name, (text, length) in texts.items():
-        change = partial(_header, text=text, length=length, data=b"\0")
-        sort = (
-            "header_lengths"
-            if length
-            else "header_info"
-            if name.startswith("info")
-            else "header_text"
-        )
-        add(sort, f"{name}_bare", change, HEADERS | IMPORTS | _SHOWS, HEADERS)
-        add(
-            sort,
-            f"{name}_sealed",
-            partial(change, sealed=True),
-            EXPORTS | RESUMES | CHECKS | IMPORTS,
-        )
+        given = {"text": text, "length": length, "data": b"\0"}
+        sort = "header_info" if name.startswith("info") else "header_text"
+        sort = "header_lengths" if length else sort
+        sealed = EXPORTS | RESUMES | CHECKS | IMPORTS
+        add(sort, f"{name}_bare", _header, readers, HEADERS, **given)
+        add(sort, f"{name}_sealed", _header, sealed, **given, sealed=True)
     for name in ("../../outside/x", "/etc/x", "a\0b", "\x1b[2J", "__metadata__", "x" * 100_000):
-        text = _of({}, name=name)
-        add(
-            "header_hostile_fqn",
-            ascii(name[:20]),
-            partial(_header, text=text, data=b"\0"),
-            EXPORTS | IMPORTS | _SHOWS,
-        )
+        given = {"text": _of({}, name=name), "data": b"\0"}
+        add("header_hostile_fqn", ascii(name[:20]), _header, readers, **given)
 
 
 def _bare_files(add: Add) -> None:
-    from tests.hostile.harness.attacks import SPECIALS, _special
+    from tests.hostile.harness.attacks import SPECIALS, special
 
-    def special(case: Attacked, kind: str) -> None:
-        _special(_bare(case), kind, case.outside)
+    def shard(case: Attacked, by: str) -> None:
+        special(_bare(case), by, case.outside)
 
-    def side(case: Attacked, kind: str, name: str) -> None:
+    def side(case: Attacked, by: str, file: str) -> None:
         _bare(case)
-        _special(case.model / ".hf_metadata" / name, kind, case.outside)
+        special(case.model / ".hf_metadata" / file, by, case.outside)
 
-    for kind in SPECIALS:
-        add(
-            "bare_special",
-            f"{kind}_shard",
-            partial(special, kind=kind),
-            EXPORTS | IMPORTS | _SHOWS,
-            EXPORTS | IMPORTS,
-        )
-        for name in ("config.json", "fqn_to_dtype_mapping.json", "extra.py"):
-            add(
-                "bare_special",
-                f"{kind}_{name}",
-                partial(side, kind=kind, name=name),
-                EXPORTS | IMPORTS,
-            )
-    add("bare_sparse_shard", "1_TB", _bare_sparse, EXPORTS | IMPORTS | _SHOWS, EXPORTS | IMPORTS)
-    add("bare_index", "weight_map", _bare_index, EXPORTS | IMPORTS | _SHOWS)
+    takers = EXPORTS | IMPORTS
+    readers = takers | _SHOWS
+    for by in SPECIALS:
+        add("bare_special", f"{by}_shard", shard, readers, takers, by=by)
+        for file in ("config.json", "fqn_to_dtype_mapping.json", "extra.py"):
+            add("bare_special", f"{by}_{file}", side, takers, by=by, file=file)
+    add("bare_sparse_shard", "1_TB", _bare_sparse, readers, takers)
+    add("bare_index", "weight_map", _bare_index, readers)
 
 
 def _bare_sparse(case: Attacked) -> None:
@@ -277,9 +229,9 @@ def _bare_index(case: Attacked) -> None:
 
 
 def _exports(add: Add) -> None:
-    def listed(case: Attacked, files: Any) -> None:
+    def write(case: Attacked, data: bytes | Callable[[], bytes]) -> None:
         path = case.model / "consolidated" / "export_manifest.json"
-        path.write_text(json.dumps({"files": files}))
+        path.write_bytes(data if isinstance(data, bytes) else data())
 
     record = {"size": 1, "digest": "xxh3_128:00"}
     values: dict[str, Any] = {
@@ -299,26 +251,14 @@ def _exports(add: Add) -> None:
         "empty": {"": record},
         "long": {"a" * 5000: record},
     }
+    met = (CHECKS | EXPORTS | OF_EXPORTS, CHECKS | OF_EXPORTS)
     for name, files in values.items():
-        add(
-            "export_manifest_names",
-            name,
-            partial(listed, files=files),
-            CHECKS | EXPORTS | OF_EXPORTS,
-            CHECKS | OF_EXPORTS,
-        )
-    for name, data in TEXTS.items():
-        change = partial(
-            lambda case, data: (case.model / "consolidated" / "export_manifest.json").write_bytes(
-                data()
-            ),
-            data=data,
-        )
-        add(
-            "export_manifest_text", name, change, CHECKS | EXPORTS | OF_EXPORTS, CHECKS | OF_EXPORTS
-        )
+        data = json.dumps({"files": files}).encode()
+        add("export_manifest_names", name, write, *met, data=data)
+    for name, text in TEXTS.items():
+        add("export_manifest_text", name, write, *met, data=text)
     for path in ("model", "optim", "rng"):
-        add("foreign_export", path, partial(_foreign_export, path=path), CHECKS, CHECKS)
+        add("foreign_export", path, _foreign_export, CHECKS, CHECKS, path=path)
 
 
 def _foreign_export(case: Attacked, path: str) -> None:

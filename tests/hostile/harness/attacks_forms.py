@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
-from tests.hostile.harness.attacks import SPECIALS, _special
+from tests.hostile.harness.attacks import SPECIALS, put, special
 from tests.hostile.harness.attacks_export import TEXTS, _of
 from tests.hostile.harness.readers import CHECKS, EXPORTS, GGUF, LISTS, MERGES, RESUMES
 from tests.hostile.harness.victim import BASE, Attacked
@@ -19,11 +19,8 @@ RECORD, CONFIG = f"{_SIDE}/automodel_peft_config.json", f"{_SIDE}/adapter_config
 INDEX = "model.safetensors.index.json"
 # What a tokenizer or processor leaves is copied into exports, and not read.
 COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "processor_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "processor_config.json"),
+    *("chat_template.jinja", "generation_config.json"),
 )
 _OF_ADAPTERS = MERGES | EXPORTS
 
@@ -51,102 +48,61 @@ def _values() -> dict[str, Any]:
     }
 
 
-def _changed(case: Attacked, path: str, change: Callable[[dict[str, Any]], object]) -> None:
+_OPTIONS_OF_PEFT = (
+    *("r", "lora_alpha", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "modules_to_save", "fan_in_fan_out", "base_model_name_or_path"),
+    *("peft_type", "bias"),
+)
+_ADAPTER_KEYS = (
+    ("adapter_base", RECORD, "base", ("name", "relative_to_run", "digest", "files")),
+    ("adapter_record", RECORD, "", ("base", "adapter", "format", "format_version")),
+    ("adapter_values", CONFIG, "", _OPTIONS_OF_PEFT),
+)
+_SIZES = ("num_hidden_layers", "vocab_size", "num_attention_heads", "head_dim")
+_PARTS = ("added_tokens", "model", "pre_tokenizer", "post_processor", "normalizer")
+_SETTINGS = ("bos_token", "eos_token", "chat_template")
+_GGUF_KEYS = (
+    ("gguf_config", "config.json", "", "", (*_SIZES, "rope_parameters", "architectures")),
+    ("gguf_tokenizer", "tokenizer.json", "", "", _PARTS),
+    ("gguf_tokenizer", "tokenizer.json", "model", "model_", ("merges", "vocab", "dropout", "type")),
+    ("gguf_tokenizer", "tokenizer_config.json", "", "settings_", _SETTINGS),
+)
+"""Kinds of attacks, the file and the section in it, prefixes of names, and the keys that get other values."""
+
+
+def _changed(case: Attacked, path: str, inside: str, key: str, value: Any) -> None:
+    """Another value of a key in a JSON file, or in the section *inside* of it."""
     document = json.loads((case.checkpoint / path).read_bytes())
-    change(document)
+    (document[inside] if inside else document)[key] = value
     case.replace(path, json.dumps(document).encode())
 
 
 def _adapters(add: Add) -> None:
+    add = partial(add, form="adapter")
     for name, data in TEXTS.items():
         for path in (RECORD, CONFIG):
-            change = partial(
-                lambda case, path, data: case.replace(path, data()), path=path, data=data
-            )
-            add("adapter_text", f"{name}_{path}", change, _OF_ADAPTERS, MERGES, form="adapter")
+            given = {"path": path, "data": data}
+            add("adapter_text", f"{name}_{path}", put, _OF_ADAPTERS, MERGES, **given)
         for file in COPIED:
-            change = partial(
-                lambda case, path, data: case.replace(path, data()),
-                path=f"{_SIDE}/{file}",
-                data=data,
-            )
-            add("copied_text", f"{name}_{file}", change, _OF_ADAPTERS, form="adapter")
-            add("copied_text", f"{name}_{file}_full", change, EXPORTS)
+            given = {"path": f"{_SIDE}/{file}", "data": data}
+            add("copied_text", f"{name}_{file}", put, _OF_ADAPTERS, **given)
+            add("copied_text", f"{name}_{file}_full", put, EXPORTS, form="shards", **given)
     for name, value in _values().items():
-        for key in ("name", "relative_to_run", "digest", "files"):
-            set_base = partial(
-                lambda document, key, value: document["base"].update({key: value}),
-                key=key,
-                value=value,
-            )
-            add(
-                "adapter_base",
-                f"{key}_{name}",
-                partial(_changed, path=RECORD, change=set_base),
-                MERGES,
-                form="adapter",
-            )
-        for key in ("base", "adapter", "format", "format_version"):
-            change = partial(_changed, path=RECORD, change=partial(_set, key=key, value=value))
-            add("adapter_record", f"{key}_{name}", change, MERGES, form="adapter")
-        for key in (
-            "r",
-            "lora_alpha",
-            "use_dora",
-            "use_rslora",
-            "rank_pattern",
-            "alpha_pattern",
-            "target_modules",
-            "modules_to_save",
-            "fan_in_fan_out",
-            "base_model_name_or_path",
-            "peft_type",
-            "bias",
-        ):
-            change = partial(_changed, path=CONFIG, change=partial(_set, key=key, value=value))
-            add("adapter_values", f"{key}_{name}", change, MERGES, form="adapter")
-        add(
-            "base_index",
-            f"map_{name}",
-            partial(_index, content={"weight_map": value}),
-            MERGES,
-            form="adapter",
-        )
-        add(
-            "base_index",
-            f"file_{name}",
-            partial(_index, content={"weight_map": {"x": value}}),
-            MERGES,
-            form="adapter",
-        )
-        add(
-            "adapter_layout",
-            f"weights_{name}",
-            partial(_laid_out, data=_of({"shape": value})),
-            MERGES,
-            MERGES,
-            form="adapter",
-        )
+        for kind, path, inside, keys in _ADAPTER_KEYS:
+            for key in keys:
+                given = {"path": path, "inside": inside, "key": key, "value": value}
+                add(kind, f"{key}_{name}", _changed, MERGES, **given)
+        add("base_index", f"map_{name}", _index, MERGES, content={"weight_map": value})
+        add("base_index", f"file_{name}", _index, MERGES, content={"weight_map": {"x": value}})
+        weights = _of({"shape": value})
+        add("adapter_layout", f"weights_{name}", _laid_out, MERGES, MERGES, data=weights)
     for name, data in TEXTS.items():
-        for file in (layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG):
-            change = partial(_laid_out, data=_of({}) + b"\0", file=file, text=data)
-            add("adapter_layout", f"{name}_{file}", change, MERGES, MERGES, form="adapter")
-        for file in COPIED[:4]:
-            change = partial(_laid_out, data=_of({}) + b"\0", file=file, text=data)
-            add("adapter_layout", f"{name}_{file}", change, MERGES, form="adapter")
+        for file in (layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG, *COPIED[:4]):
+            refusing = frozenset() if file in COPIED else MERGES
+            given = {"data": _of({}) + b"\0", "file": file, "text": data}
+            add("adapter_layout", f"{name}_{file}", _laid_out, MERGES, refusing, **given)
     for path in (RECORD, CONFIG):
-        add(
-            "adapter_lacks",
-            path,
-            partial(_without, path=path),
-            _OF_ADAPTERS,
-            MERGES,
-            form="adapter",
-        )
-
-
-def _set(document: dict[str, Any], key: str, value: Any) -> None:
-    document[key] = value
+        add("adapter_lacks", path, _without, _OF_ADAPTERS, MERGES, path=path)
 
 
 def _index(case: Attacked, content: Any) -> None:
@@ -172,14 +128,11 @@ def _laid_out(
 
 
 def _llamas(add: Add) -> None:
+    add = partial(add, form="llama")
     for name, data in TEXTS.items():
         for file in ("config.json", *COPIED[:2], COPIED[3]):
-            change = partial(
-                lambda case, path, data: case.replace(path, data()),
-                path=f"{_SIDE}/{file}",
-                data=data,
-            )
-            add("gguf_text", f"{name}_{file}", change, GGUF, form="llama")
+            given = {"path": f"{_SIDE}/{file}", "data": data}
+            add("gguf_text", f"{name}_{file}", put, GGUF, **given)
     values = _values() | {
         "many": 2**31 - 1,
         "number": 5,
@@ -188,79 +141,34 @@ def _llamas(add: Add) -> None:
         "surrogates": ["\ud800"],
     }
     for name, value in values.items():
-        for key in (
-            "num_hidden_layers",
-            "vocab_size",
-            "num_attention_heads",
-            "head_dim",
-            "rope_parameters",
-            "architectures",
-        ):
-            change = partial(
-                _changed, path=f"{_SIDE}/config.json", change=partial(_set, key=key, value=value)
-            )
-            refusing = GGUF if key == "num_hidden_layers" else frozenset()
-            add("gguf_config", f"{key}_{name}", change, GGUF, refusing, form="llama")
-        for key in ("added_tokens", "model", "pre_tokenizer", "post_processor", "normalizer"):
-            change = partial(
-                _changed, path=f"{_SIDE}/tokenizer.json", change=partial(_set, key=key, value=value)
-            )
-            add("gguf_tokenizer", f"{key}_{name}", change, GGUF, form="llama")
-        for key in ("merges", "vocab", "dropout", "type"):
-            inner = partial(
-                lambda document, key, value: document["model"].update({key: value}),
-                key=key,
-                value=value,
-            )
-            change = partial(_changed, path=f"{_SIDE}/tokenizer.json", change=inner)
-            add("gguf_tokenizer", f"model_{key}_{name}", change, GGUF, form="llama")
-        for key in ("bos_token", "eos_token", "chat_template"):
-            change = partial(
-                _changed,
-                path=f"{_SIDE}/tokenizer_config.json",
-                change=partial(_set, key=key, value=value),
-            )
-            add("gguf_tokenizer", f"settings_{key}_{name}", change, GGUF, form="llama")
+        for kind, file, inside, prefix, keys in _GGUF_KEYS:
+            for key in keys:
+                given = {"path": f"{_SIDE}/{file}", "inside": inside, "key": key, "value": value}
+                refusing = GGUF if key == "num_hidden_layers" else frozenset()
+                add(kind, f"{prefix}{key}_{name}", _changed, GGUF, refusing, **given)
 
 
 def _hugging_face(add: Add) -> None:
+    add = partial(add, form="hf")
     readers = RESUMES | CHECKS | EXPORTS | LISTS
     for name, data in TEXTS.items():
         for file in (INDEX, "config.json"):
-            change = partial(
-                lambda case, path, data: case.replace(path, data()), path=f"model/{file}", data=data
-            )
-            add("hf_text", f"{name}_{file}", change, readers, form="hf")
+            add("hf_text", f"{name}_{file}", put, readers, path=f"model/{file}", data=data)
         for file in COPIED:
-            change = partial(
-                lambda case, path, data: case.replace(path, data()), path=f"model/{file}", data=data
-            )
-            add("hf_copied_text", f"{name}_{file}", change, CHECKS | EXPORTS, form="hf")
-    for kind in SPECIALS:
-        change = partial(_special_weights, kind=kind)
-        add(
-            "hf_special",
-            kind,
-            change,
-            RESUMES | CHECKS | EXPORTS,
-            RESUMES | CHECKS | EXPORTS,
-            form="hf",
-        )
+            given = {"path": f"model/{file}", "data": data}
+            add("hf_copied_text", f"{name}_{file}", put, CHECKS | EXPORTS, **given)
+    of_weights = RESUMES | CHECKS | EXPORTS
+    for by in SPECIALS:
+        add("hf_special", by, _special_weights, of_weights, of_weights, by=by)
     for name, value in _values().items():
         for content in ({"weight_map": value}, {"weight_map": {"embed": value}}):
-            data = json.dumps(content).encode()
-            change = partial(lambda case, data: case.replace(f"model/{INDEX}", data), data=data)
-            add(
-                "hf_index",
-                f"{name}_{len(str(content)) % 97}_{type(content['weight_map']).__name__}",
-                change,
-                readers,
-                form="hf",
-            )
+            given = {"path": f"model/{INDEX}", "data": json.dumps(content).encode()}
+            sort = type(content["weight_map"]).__name__
+            add("hf_index", f"{name}_{len(str(content)) % 97}_{sort}", put, readers, **given)
 
 
-def _special_weights(case: Attacked, kind: str) -> None:
-    _special(next(case.model.glob("model-*.safetensors")), kind, case.outside)
+def _special_weights(case: Attacked, by: str) -> None:
+    special(next(case.model.glob("model-*.safetensors")), by, case.outside)
 
 
 def entries(add: Add) -> None:

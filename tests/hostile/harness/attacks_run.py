@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from automodel_ckpt.checkpoint.run.resume import stamp
@@ -42,59 +42,35 @@ def _pointers(add: Add) -> None:
     from tests.hostile.harness.attacks import SPECIALS
 
     for name, target in LINKS.items():
-        refusing = {"show_LATEST"}  # a trainer first repairs the pointers of its directory
         for pointer in ("LATEST", "LOWEST_VAL", f"pin-{NAME}", "mine"):
-            add(
-                f"pointer_{pointer.split('-')[0]}",
-                name,
-                partial(_link, pointer=pointer, target=target),
-                POINTED,
-                refusing if pointer == "LATEST" else (),
-            )
-        add("pointer_text", name, partial(_text, content=target.encode()), POINTED, {"show_LATEST"})
-        add(
-            "pointer_text",
-            f"{name}_LOWEST_VAL",
-            partial(_text, content=target.encode(), pointer="LOWEST_VAL"),
-            POINTED,
-        )
-    for name, content in {
-        "nul": b"a\0b",
-        "binary": bytes(range(256)),
-        "lines": b"epoch_0_step_20\nepoch_0_step_1",
-    }.items():
-        add("pointer_text", name, partial(_text, content=content), POINTED)
-    for kind in SPECIALS:
+            # A trainer first repairs the pointers of its directory.
+            refusing = {"show_LATEST"} if pointer == "LATEST" else ()
+            kind = f"pointer_{pointer.split('-')[0]}"
+            add(kind, name, _link, POINTED, refusing, pointer=pointer, target=target)
+        text = target.encode()
+        add("pointer_text", name, _text, POINTED, {"show_LATEST"}, content=text)
+        of_other = {"content": text, "pointer": "LOWEST_VAL"}
+        add("pointer_text", f"{name}_LOWEST_VAL", _text, POINTED, **of_other)
+    contents = {"nul": b"a\0b", "binary": bytes(range(256))}
+    contents["lines"] = b"epoch_0_step_20\nepoch_0_step_1"
+    for name, content in contents.items():
+        add("pointer_text", name, _text, POINTED, content=content)
+    in_place_of = {
+        "special_as_averages": ("averaged", POINTED | RESUMES),
+        "special_as_lock": (".run.lock", {"resume", *PRUNES}),
+        "special_as_checkpoint": ("epoch_0_step_25", POINTED | RESUMES),
+    }
+    for special in SPECIALS:
         for path in ("LATEST", "LATEST.txt", f"pin-{NAME}.txt", "notes.txt", "training.jsonl"):
-            add("special_in_run", f"{kind}_{path}", partial(_in_run, path=path, kind=kind), POINTED)
-        add(
-            "special_as_averages",
-            kind,
-            partial(_in_run, path="averaged", kind=kind),
-            POINTED | RESUMES,
-        )
-        add(
-            "special_as_lock",
-            kind,
-            partial(_in_run, path=".run.lock", kind=kind),
-            {"resume", *PRUNES},
-        )
-        add(
-            "special_as_checkpoint",
-            kind,
-            partial(_in_run, path="epoch_0_step_25", kind=kind),
-            POINTED | RESUMES,
-        )
+            name = f"{special}_{path}"
+            add("special_in_run", name, _in_run, POINTED, path=path, special=special)
+        for kind, (path, readers) in in_place_of.items():
+            add(kind, special, _in_run, readers, path=path, special=special)
     add("special_large_in_run", "notes.txt", _large_text, POINTED)
     for file in ("", "MANIFEST.json", "config.yaml", "step_scheduler.pt"):
         refusing = {"verify_deep"} if file else ()
-        add(
-            "checkpoint_is_a_link",
-            file or "whole",
-            partial(_moved_checkpoint, file=file),
-            POINTED,
-            refusing,
-        )
+        name = file or "whole"
+        add("checkpoint_is_a_link", name, _moved_checkpoint, POINTED, refusing, file=file)
 
 
 def _text(case: Attacked, content: bytes, pointer: str = "LATEST") -> None:
@@ -102,12 +78,12 @@ def _text(case: Attacked, content: bytes, pointer: str = "LATEST") -> None:
     (case.run / f"{pointer}.txt").write_bytes(content)
 
 
-def _in_run(case: Attacked, path: str, kind: str) -> None:
-    from tests.hostile.harness.attacks import _special
+def _in_run(case: Attacked, path: str, special: str) -> None:
+    from tests.hostile.harness import attacks
 
     if path == "LATEST.txt":
         (case.run / "LATEST").unlink()
-    _special(case.run / path, kind, case.outside)
+    attacks.special(case.run / path, special, case.outside)
 
 
 def _large_text(case: Attacked) -> None:
@@ -144,28 +120,27 @@ def _leftovers(add: Add) -> None:
         "new_line": "epoch_0_step_7\nx",
         "bytes": b"epoch_0_step_\xff\xfe",
     }
+    readers = RESUMES | POINTED | {"generation"}
     for label, name in names.items():
-        for kind in ("link", "directory", "directory_of_links"):
-            add(
-                "leftover",
-                f"{label}_{kind}",
-                partial(_leftover, name=os.fsencode(name), kind=kind),
-                RESUMES | POINTED | {"generation"},
-            )
+        for what in ("link", "directory", "directory_of_links"):
+            left = os.fsencode(name)
+            add("leftover", f"{label}_{what}", _leftover, readers, left=left, what=what)
 
 
-def _leftover(case: Attacked, name: bytes, kind: str) -> None:
-    path = os.path.join(os.fsencode(case.run), name)
-    if kind == "link":
+def _leftover(case: Attacked, left: bytes, what: str) -> None:
+    path = os.path.join(os.fsencode(case.run), left)
+    if what == "link":
         os.symlink(os.fsencode(case.outside), path)
         return
     os.mkdir(path)
-    if kind == "directory_of_links":
+    if what == "directory_of_links":
         os.symlink(os.fsencode(case.outside), os.path.join(path, b"model"))
         os.symlink(os.fsencode(case.secret), os.path.join(path, b"MANIFEST.json"))
 
 
 def _recipes(add: Add) -> None:
+    from tests.hostile.harness.attacks import put
+
     bomb = "a0: &a0 [x]\n" + "".join(
         f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 15)
     )
@@ -190,30 +165,16 @@ def _recipes(add: Add) -> None:
     for name, text in texts.items():
         data = text.encode() or b"\xff\xfe\xc0"
         sort = "recipe_tags" if text.startswith(("!!", "a: !!")) else "recipe_text"
-        add(
-            sort,
-            f"{name}_config.yaml",
-            partial(lambda case, data: case.replace("config.yaml", data), data=data),
-            readers,
-        )
-        add(
-            sort,
-            f"{name}_losses.json",
-            partial(lambda case, data: case.replace("losses.json", data), data=data),
-            readers,
-        )
+        for path in ("config.yaml", "losses.json"):
+            add(sort, f"{name}_{path}", put, readers, path=path, data=data)
 
 
 LATE, NOTES, TRACKERS = "late_validations.json", ".verified.json", ".trackers.json"
 GENERATION = ".generation.json"
 JSONL = ("training.jsonl", "validation.jsonl")
 OF_UPLOADS = (
-    ".remote.json",
-    ".remote-part.json",
-    ".remote.lock",
-    ".remote-start.json",
-    ".upload-epoch_0_step_20",
-    ".upload-epoch_0_step_20.json",
+    *(".remote.json", ".remote-part.json", ".remote.lock", ".remote-start.json"),
+    *(".upload-epoch_0_step_20", ".upload-epoch_0_step_20.json"),
 )
 OF_PUSHES = (".hub.json", ".hub.lock", ".hub-epoch_0_step_20")
 # Who reads which of the run's own files.
@@ -243,18 +204,12 @@ def _own_files(add: Add) -> None:
     from tests.hostile.harness.attacks import SPECIALS
 
     for path, readers in READ_BY.items():
-        for kind in SPECIALS:
-            add(
-                "special_own_file",
-                f"{kind}_{path}",
-                partial(_in_run, path=path, kind=kind),
-                readers,
-            )
-        add("own_file_sparse", path, partial(_sparse, path=path), readers)
+        for special in SPECIALS:
+            name = f"{special}_{path}"
+            add("special_own_file", name, _in_run, readers, path=path, special=special)
+        add("own_file_sparse", path, _sparse, readers, path=path)
         for name, text in _small_texts().items():
-            add(
-                "own_file_text", f"{name}_{path}", partial(_own_text, path=path, text=text), readers
-            )
+            add("own_file_text", f"{name}_{path}", _own_text, readers, path=path, text=text)
     deep: Any = 0
     for _ in range(900):
         deep = [deep]
@@ -269,81 +224,32 @@ def _own_files(add: Add) -> None:
         "mapping": {"\x1b[2J": 1},
         "long": "x" * 10**6,
     }
+    late, notes = READ_BY[LATE], READ_BY[NOTES]
+    generation, trackers = READ_BY[GENERATION], READ_BY[TRACKERS]
     for name, value in values.items():
-        add(
-            "late_validation_values",
-            f"{name}_loss",
-            partial(_late, losses={"val_loss": value}),
-            READ_BY[LATE],
-        )
-        add("late_validation_values", f"{name}_losses", partial(_late, losses=value), READ_BY[LATE])
-        add(
-            "late_validation_values",
-            f"{name}_manifest",
-            partial(_late, losses={}, digest=value),
-            READ_BY[LATE],
-        )
+        add("late_validation_values", f"{name}_loss", _late, late, losses={"val_loss": value})
+        add("late_validation_values", f"{name}_losses", _late, late, losses=value)
+        add("late_validation_values", f"{name}_manifest", _late, late, losses={}, digest=value)
         for key in ("step", "loss", "event", "timestamp"):
             for path in JSONL:
-                add(
-                    "log_values",
-                    f"{name}_{key}_{path}",
-                    partial(_line, path=path, change={key: value}),
-                    LOGS,
-                )
-        add(
-            "verified_values",
-            f"{name}_time",
-            partial(_verified, change={"time": value}),
-            READ_BY[NOTES],
-        )
-        add(
-            "verified_values",
-            f"{name}_stamp",
-            partial(_verified, change={"stamp": value}),
-            READ_BY[NOTES],
-        )
+                line = f"{name}_{key}_{path}"
+                add("log_values", line, _line, LOGS, path=path, changed={key: value})
+        for key in ("time", "stamp"):
+            add("verified_values", f"{name}_{key}", _verified, notes, changed={key: value})
         for key in ("number", "name", "kept", "has_logs", "postponed"):
-            change = {key: value}
-            add(
-                "generation_values",
-                f"{name}_{key}",
-                partial(_generation_of, change=change),
-                READ_BY[GENERATION],
-            )
+            changed = {key: value}
+            add("generation_values", f"{name}_{key}", _generation_of, generation, changed=changed)
         for key in ("digest", "number"):
-            change = {"postponed": {"digest": "", "number": 0, key: value}}
-            add(
-                "generation_values",
-                f"{name}_postponed_{key}",
-                partial(_generation_of, change=change),
-                READ_BY[GENERATION],
-            )
-        add(
-            "tracker_values",
-            name,
-            partial(_tracked, entry={"sent": {"train": value}}),
-            READ_BY[TRACKERS],
-        )
-        add(
-            "tracker_values",
-            f"{name}_is",
-            partial(_tracked, entry={"sent": value, "attempt": value}),
-            READ_BY[TRACKERS],
-        )
+            changed = {"postponed": {"digest": "", "number": 0, key: value}}
+            entry = f"{name}_postponed_{key}"
+            add("generation_values", entry, _generation_of, generation, changed=changed)
+        add("tracker_values", name, _tracked, trackers, entry={"sent": {"train": value}})
+        both = {"sent": value, "attempt": value}
+        add("tracker_values", f"{name}_is", _tracked, trackers, entry=both)
     for name in ("../outside", "/etc", "\x1b[2J", "a\0b", "epoch_0_step_" + "9" * 17, "\ud800"):
-        add(
-            "late_validation_of_another",
-            ascii(name),
-            partial(_late, losses={"val_loss": -1}, name=name),
-            READ_BY[LATE],
-        )
-        add(
-            "verified_of_another",
-            ascii(name),
-            partial(_verified, change={}, name=name),
-            READ_BY[NOTES],
-        )
+        of_other = {"checkpoint": name, "losses": {"val_loss": -1}}
+        add("late_validation_of_another", ascii(name), _late, late, **of_other)
+        add("verified_of_another", ascii(name), _verified, notes, changed={}, checkpoint=name)
 
 
 @cache
@@ -375,21 +281,20 @@ def _sparse(case: Attacked, path: str) -> None:
         file.truncate(1 << 40)
 
 
-def _late(case: Attacked, losses: Any, name: str = NAME, digest: Any = None) -> None:
+def _late(case: Attacked, losses: Any, checkpoint: str = NAME, digest: Any = None) -> None:
     """A later validation of a checkpoint, with a digest that fits."""
     entry = {"manifest": case.document()["digest"] if digest is None else digest, "losses": losses}
-    _own_json(case, LATE, {name: entry})
+    _own_json(case, LATE, {checkpoint: entry})
 
 
-def _verified(case: Attacked, change: dict[str, Any], name: str = NAME) -> None:
-    _own_json(
-        case, NOTES, {name: {"time": 1.0, "ok": True, "stamp": [*stamp(case.checkpoint)], **change}}
-    )
+def _verified(case: Attacked, changed: dict[str, Any], checkpoint: str = NAME) -> None:
+    entry = {"time": 1.0, "ok": True, "stamp": [*stamp(case.checkpoint)]}
+    _own_json(case, NOTES, {checkpoint: {**entry, **changed}})
 
 
-def _generation_of(case: Attacked, change: dict[str, Any]) -> None:
+def _generation_of(case: Attacked, changed: dict[str, Any]) -> None:
     generation = {"number": 1, "name": "a", "kept": [], "has_logs": True}
-    _own_json(case, GENERATION, {**generation, **change})
+    _own_json(case, GENERATION, {**generation, **changed})
 
 
 def _tracked(case: Attacked, entry: dict[str, Any]) -> None:
@@ -397,8 +302,8 @@ def _tracked(case: Attacked, entry: dict[str, Any]) -> None:
     _own_json(case, TRACKERS, {"tensorboard": entry})
 
 
-def _line(case: Attacked, path: str, change: dict[str, Any]) -> None:
-    lines = [{"step": step, "loss": 1.0, "timestamp": 1.0, **change} for step in (19, 20, 21)]
+def _line(case: Attacked, path: str, changed: dict[str, Any]) -> None:
+    lines = [{"step": step, "loss": 1.0, "timestamp": 1.0, **changed} for step in (19, 20, 21)]
     (case.run / path).write_bytes(b"".join(_json(line) + b"\n" for line in lines))
 
 

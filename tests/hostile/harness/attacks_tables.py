@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,33 +33,24 @@ _SHARDINGS: dict[str, Any] = {
 
 def entries(add: Add) -> None:
     """Enter the attacks."""
+    from tests.hostile.harness.attacks import put
+
+    met = (_READERS, CHECKS, "tables")
     for name, sharding in _SHARDINGS.items():
-        add("table_sharding", name, partial(_sharding, value=sharding), _READERS, CHECKS, "tables")
-    for key, value in {
-        "file": "../../outside/secret.json",
-        "head_bytes": _HUGE,
-        "digest": "xxh3_128:" + "0" * 32,
-        "files": ["/etc/passwd"] * 9,
-    }.items():
-        add(
-            "table_location",
-            key,
-            partial(_location, key=key, value=value),
-            _READERS,
-            CHECKS,
-            "tables",
-        )
+        add("table_sharding", name, _sharding, *met, value=sharding)
+    locations = {"file": "../../outside/secret.json", "head_bytes": _HUGE}
+    locations |= {"digest": "xxh3_128:" + "0" * 32, "files": ["/etc/passwd"] * 9}
+    for key, value in locations.items():
+        add("table_location", key, _location, *met, key=key, value=value)
     for field in ("rank", "part", "file", "rows", "start", "stop"):
         value = _HUGE if field in ("start", "stop") else 2**31
-        change = partial(_segment, field=field, value=value)
-        add("table_segment", field, change, _READERS, CHECKS, "tables")
+        add("table_segment", field, _segment, *met, field=field, value=value)
     for name, content in {"empty": b"", "zeros": b"\0" * 4096, "text": b"x" * 100_000}.items():
         for table in (_TABLE, "optim/.slices"):
-            change = partial(_content, table=table, content=content)
             case_name = f"{name}_{table.partition('/')[0]}"
-            add("table_content", case_name, change, _READERS, CHECKS, "tables")
+            add("table_content", case_name, put, *met, path=table, data=content)
     for name, change in {"sparse": _sparse, "link": _link, "pipe": _pipe}.items():
-        add("table_special", name, change, _READERS, CHECKS, "tables")
+        add("table_special", name, change, *met)
 
 
 def _sharding(case: Attacked, value: Any) -> None:
@@ -83,10 +73,6 @@ def _segment(case: Attacked, field: str, value: int) -> None:
     head = segments.tobytes()
     case.replace(_TABLE, head + content[head_bytes:])
     _location(case, "digest", digest_of(head))
-
-
-def _content(case: Attacked, table: str, content: bytes) -> None:
-    case.replace(table, content)
 
 
 def _sparse(case: Attacked) -> None:

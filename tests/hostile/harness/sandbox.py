@@ -31,65 +31,29 @@ EXTRA_BYTES = 500 << 20
 # What is beyond this would hurt the machine; what is beyond EXTRA_BYTES fails the test.
 _CEILING_BYTES = 3 << 30
 _OWN = Path(__file__).resolve().parents[3]
-_READABLE = tuple(
-    {
-        *(
-            os.path.realpath(path)
-            for path in (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())
-        ),
-        str(_OWN / "automodel_ckpt"),
-        str(_OWN / "recipes"),
-        str(_OWN / "tests"),
-        str(_OWN / "tools"),
-        "/proc",
-        "/sys",
-        "/usr/lib",
-        "/lib",
-        "/lib64",
-        "/dev/null",
-        "/dev/urandom",
-    }
+_PYTHON = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
+_READABLE = (
+    *map(os.path.realpath, _PYTHON),
+    *(str(_OWN / name) for name in ("automodel_ckpt", "recipes", "tests", "tools")),
+    *("/proc", "/sys", "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom"),
 )
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CHANGING = ("mkdir", "remove", "rmdir", "truncate", "chmod", "chown", "utime", "setxattr")
 _PATH_EVENTS = {
+    **{f"os.{name}": (0,) for name in _CHANGING},
     "os.rename": (0, 1),
     "os.link": (0, 1),
     "os.symlink": (1,),
-    "os.mkdir": (0,),
-    "os.remove": (0,),
-    "os.rmdir": (0,),
-    "os.truncate": (0,),
-    "os.chmod": (0,),
-    "os.chown": (0,),
-    "os.utime": (0,),
-    "os.setxattr": (0,),
     "shutil.rmtree": (0,),
     "shutil.move": (0, 1),
     "shutil.copyfile": (1,),
 }
+"""Events, and which of their arguments are paths that they change."""
 _FORBIDDEN = (
-    "os.exec",
-    "os.fork",
-    "os.forkpty",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.startfile",
-    "os.system",
-    "os.putenv",
-    "subprocess.",
-    "pty.",
-    "socket.",
-    "pickle.find_class",
-    "marshal.",
-    "code.__new__",
-    "ctypes.cdata",
-    "webbrowser.",
-    "urllib.",
-    "ftplib.",
-    "http.",
-    "smtplib.",
-    "sqlite3.",
-    "shelve.",
+    *("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.startfile"),
+    *("os.system", "os.putenv", "subprocess.", "pty.", "socket.", "pickle.find_class", "marshal."),
+    *("code.__new__", "ctypes.cdata", "webbrowser.", "urllib.", "ftplib.", "http.", "smtplib."),
+    *("sqlite3.", "shelve."),
 )
 _HARMLESS = frozenset({"socket.gethostname", "marshal.loads", "code.__new__"})
 

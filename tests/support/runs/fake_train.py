@@ -50,12 +50,6 @@ class FakeRecipe:
             self.note("joining", "")
             dist.init_process_group("gloo")
         self.note("started", f"{os.getpid()} {os.environ.get('OMP_NUM_THREADS')}")
-        if self.config.case == "killed_while_starting" and self.is_first_start():
-            # Otherwise, rank 0 may still be connecting, and its next start would be its first one.
-            while not (self.notes / "started_0").exists():
-                time.sleep(0.05)
-            self.die_alone(signal.SIGKILL)
-            time.sleep(IDLE_SECONDS)
 
     def run(self) -> None:
         for _ in range(2):
@@ -124,9 +118,6 @@ class FakeRecipe:
             time.sleep(IDLE_SECONDS)
         self.step()
 
-    def killed_while_starting(self) -> None:
-        self.ok()
-
     def killed_beside_a_busy_rank(self) -> None:
         if self.is_first_start():
             self.die_alone(signal.SIGKILL)
@@ -157,10 +148,6 @@ class FakeRecipe:
             time.sleep(IDLE_SECONDS)
         self.value_error_on_one()
 
-    def value_error_once(self) -> None:
-        if len((self.notes / "started_1").read_text().splitlines()) == 1:
-            self.value_error_on_one()
-
     def killed(self) -> None:
         self.die(signal.SIGKILL)
 
@@ -170,11 +157,6 @@ class FakeRecipe:
     def killed_once(self) -> None:
         if self.is_first_start():
             self.killed()
-
-    def leaves_without_a_word(self) -> None:
-        if self.rank == 1:
-            os._exit(7)
-        self.step()
 
     def leaves_as_if_done(self) -> None:
         if self.rank == 1:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.fixtures.embedding import tiny_pairs as tiny
-from tests.support.runs.training import build, steps_of, train
+from tests.support.runs.training import build
 
 RECIPE = """
 recipe: {name}
@@ -49,7 +46,6 @@ _RERANKER = {
     "length": 16,
     "steps": 4,
 }
-NUM_VALIDATED = 17
 
 
 def write_embedding(
@@ -87,23 +83,3 @@ def trained(recipe_file: Path, *overrides: str, recipe_class: Any = None) -> Any
         recipe.close()
         raise
     return recipe
-
-
-def training(recipe_file: Path, name: str, *overrides: str) -> Callable[[], dict[str, str]]:
-    """What trains in the directory *name* on this rank."""
-    options = (f"--checkpoint.checkpoint_dir={recipe_file.parent / name}", *overrides)
-    return partial(train, recipe_file, *options)
-
-
-def logged(directory: Path, count: str, metrics: Sequence[str]) -> list[float]:
-    """The loss and the norm of the gradient of each step, and the *metrics* of the last validation.
-
-    *count* names the field with the number of the samples that were validated.
-    """
-    values = []
-    for step in steps_of(directory):
-        values += [float.fromhex(step["loss"]), float.fromhex(step["grad_norm"])]
-    *_, last = (directory / "validation.jsonl").read_text().splitlines()
-    validation = json.loads(last)
-    assert validation[count] == NUM_VALIDATED
-    return values + [validation[name] for name in metrics]

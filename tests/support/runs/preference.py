@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.fixtures.preference import tiny_policy
-from tests.support import ranks
-from tests.support.runs.training import steps_of, train
 
 FIXTURES = Path(__file__).parents[1].parent / "fixtures" / "preference"
 
@@ -88,49 +83,6 @@ def write_rows(directory: Path, rows: list[dict[str, Any]]) -> None:
 
 TENSOR_PARALLEL = ("--distributed.tp_size=2", "--dataloader.pad_to_multiple_of=32")
 """Rows of one length: for each length, DTensor derives the sharding of every operation, most of the time of a run."""
-
-
-def run_directory(recipe: Path, name: str) -> str:
-    """The override for a run in the directory *name* beside the recipe."""
-    return f"--checkpoint.checkpoint_dir={recipe.parent / name}"
-
-
-def train_layouts(
-    recipe: Path,
-    layouts: dict[str, tuple[int, tuple[str, ...]]],
-    *options: str,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train with each layout, a number of ranks with overrides; the steps and the last validation of each."""
-    trainings: dict[int, list[Callable[[], Any]]] = {}
-    for name, (num_ranks, more) in layouts.items():
-        words = (run_directory(recipe, name), *options, *more)
-        trainings.setdefault(num_ranks, []).append(partial(train, recipe, *words))
-    for num_ranks, each in trainings.items():
-        ranks.run_each(each, num_ranks)
-    steps = {name: step_records(recipe.parent / name) for name in layouts}
-    return steps, {name: step_records(recipe.parent / name, "validation")[-1] for name in layouts}
-
-
-def check_resumes(
-    recipe: Path, *options: str, on_two: tuple[str, ...] = ()
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Kill a run after its third step and check that it continues exactly on one rank, and continues on two.
-
-    Returns the steps of the run on two ranks, which has the overrides *on_two*, and those of an uninterrupted run.
-    """
-    run = partial(train, recipe, *options)
-    whole = run(run_directory(recipe, "whole"))
-    start = partial(run, run_directory(recipe, "killed"), dies_after=3)
-    [ended] = ranks.outcomes(start, 1, init=False)
-    assert ended.exitcode == -9
-    directory = recipe.parent
-    shutil.copytree(directory / "killed", directory / "on-two", symlinks=True)
-    assert run(run_directory(recipe, "killed")) == whole
-    assert steps_of(directory / "killed") == steps_of(directory / "whole")
-    ranks.run(partial(run, run_directory(recipe, "on-two"), *on_two), 2, init=False)
-    resumed = step_records(directory / "on-two")
-    assert [step["step"] for step in resumed] == [1, 2, 3, 4, 5]
-    return resumed, step_records(directory / "whole")
 
 
 def step_records(run: Path, log: str = "training") -> list[dict[str, Any]]:

@@ -32,12 +32,22 @@ from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.recipe import Recipe as AnyRecipe
 from automodel_ckpt.training.values.records import Control
 from tests.support.models.tiny_model import tiny_llama
+from tests.support.models.whole_state import whole_state
 
 # What each rank would otherwise do for itself after the fork: 0.1 s of regular expressions, some imports, two processes
 # of git and the metadata of packages for the manifest, and the types of the keys.
-importlib.import_module("transformers.models.llama.modeling_llama")
-importlib.import_module("transformers.optimization")
-importlib.import_module("automodel_ckpt.examples.data.python_docs")
+for module in (
+    "transformers.models.llama.modeling_llama",
+    "transformers.optimization",
+    "automodel_ckpt.checkpoint.saving.async_saves",
+    "automodel_ckpt.config.automodel.translation",
+    "automodel_ckpt.config.other_recipes",
+    "automodel_ckpt.examples.data.python_docs",
+    "automodel_ckpt.models.layers.freezing",
+    "automodel_ckpt.parallel.tensor_parallel",
+    "automodel_ckpt.training.watch.hang_watch",
+):
+    importlib.import_module(module)
 get_checkpoint_conversion_mapping("llama")  # type: ignore[no-untyped-call]
 environment()
 list(keys_of(RecipeConfig))
@@ -147,18 +157,28 @@ def train(
     return found
 
 
+def trained_weights(recipe_file: Path, *overrides: str) -> dict[str, torch.Tensor]:
+    """Train in this process, as the rank that RANK says; the complete weights and buffers at the end."""
+    recipe = build(recipe_file, *overrides)
+    try:
+        recipe.setup()
+        recipe.run()
+        return whole_state(recipe.model)
+    finally:
+        recipe.close()
+
+
 def _loaded(recipe_file: Path, *overrides: str) -> LoadedRecipe:
     """Load a recipe with command-line overrides.
 
     Unless the recipe or an override has ``checkpoint.save_consolidated``, the run exports nothing: the final export
     takes a fifth of the time of such a run.
     """
+    given = recipe_file.read_text() + " ".join(overrides)
+    if "save_consolidated" not in given:
+        overrides = (*overrides, "--checkpoint.save_consolidated=false")
     line = parse(overrides)
-    loaded = load_recipe(recipe_file, line.overrides, problems=line.problems)
-    if loaded.config.checkpoint.save_consolidated is None:
-        line = parse([*overrides, "--checkpoint.save_consolidated=false"])
-        loaded = load_recipe(recipe_file, line.overrides, problems=line.problems)
-    return loaded
+    return load_recipe(recipe_file, line.overrides, problems=line.problems)
 
 
 def saved_digests(checkpoint: Path) -> dict[str, str]:

@@ -101,14 +101,13 @@ def faulty_store() -> Iterator[tuple[ObjectStore, FaultProxy]]:
 @contextlib.contextmanager
 def object_store() -> Iterator[ObjectStore]:
     """Run a store with an empty bucket; inside the context, the environment has its address and credentials."""
-    import boto3  # type: ignore[import-untyped]
-
     store = ObjectStore()
     try:
         with mock.patch.dict(os.environ, store.environment):
             # moto keeps its objects in this process, beyond a server.
             urllib.request.urlopen(f"{store.endpoint}/moto-api/reset", data=b"").close()
-            boto3.client("s3", endpoint_url=store.endpoint).create_bucket(Bucket=BUCKET)
+            created = urllib.request.Request(f"{store.endpoint}/{BUCKET}", method="PUT")
+            urllib.request.urlopen(created).close()
             store.requests.clear()
             # A cached client has the address of an earlier server.
             s3fs.S3FileSystem.clear_instance_cache()

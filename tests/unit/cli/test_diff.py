@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from automodel_ckpt.cli.ckpt import main
-from tests.support.models import tiny
 from tests.support.models.shards import cut, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -140,21 +137,3 @@ def test_values_in_a_store_are_not_compared_with_files_that_have_no_digests(
     document = shown(capsys, f"file://{tmp_path}/store/{one.name}", tmp_path / "hf")
     assert document["trees"]["model"]["undecided"] == ["w"]
     assert document["trees"]["model"]["differing"] == []
-
-
-def test_optimizer_state_is_compared_without_torch(tmp_path: Path) -> None:
-    made = tiny.recipe()
-    for step in (10, 20):
-        tiny.train(made)
-        tiny.save(tmp_path, made, step=step, save_consolidated=False)
-    code = "import sys; sys.modules['torch'] = None; from automodel_ckpt.cli.ckpt import main; sys.exit(main())"
-    arguments = [str(tmp_path / f"epoch_0_step_{step}") for step in (10, 20)]
-    done = subprocess.run(
-        [sys.executable, "-c", code, "diff", *arguments, "--json"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    document = json.loads(done.stdout)
-    changed = {change["fqn"] for change in document["trees"]["optimizer"]["changed"]}
-    assert any("exp_avg" in name for name in changed) and document["general"]["step"] == [10, 20]

@@ -76,6 +76,12 @@ def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
     assert ended.stdout.startswith("automodel_ckpt ")
 
 
+def test_a_request_to_save_during_the_imports_is_ignored() -> None:
+    save = "import os, signal\nkill = os.kill\nos.kill = lambda pid, _: kill(pid, signal.SIGUSR2)\n"
+    ended = start("ckpt_train", "automodel_ckpt.config.load", save)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_an_interrupt_before_the_command_can_report_it_is_one_word() -> None:
     # parse() runs before the part of main() that reports errors.
     interrupt = (

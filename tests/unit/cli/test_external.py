@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,16 +124,3 @@ def test_show_opens_nothing_that_a_link_has_outside(
     assert main(["show", "--stats", str(directory)]) == 3
     printed = capsys.readouterr()
     assert "a symbolic link points outside of the directory" in printed.out + printed.err
-
-
-def test_no_torch_is_needed() -> None:
-    code = "import sys; sys.modules['torch'] = None; from automodel_ckpt.cli.ckpt import main; sys.exit(main())"
-    for command in ("ls", "show"):
-        arguments = [
-            sys.executable,
-            "-c",
-            code,
-            command,
-            str(AUTOMODEL / "torch_save" / "epoch_0_step_1"),
-        ]
-        subprocess.run(arguments, check=True, capture_output=True)

@@ -73,14 +73,21 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def read(local: Path) -> Iterator[Requests]:
+@pytest.fixture(scope="module")
+def stored(local: Path) -> Iterator[Requests]:
+    """The run in a bucket. Tests that use another store follow those that use this one."""
     with object_store() as store:
         run = RemoteRun(Store(URL))
         for name in (FIRST, SECOND):
             push_checkpoint(run, local / name, local / "memory")
         run.point("val_loss", "min")
         yield Requests(store, local)
+
+
+@pytest.fixture
+def read(stored: Requests) -> Requests:
+    stored.clear()
+    return stored
 
 
 def output(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
@@ -149,6 +156,8 @@ def test_deep_verification_stores_nothing_and_names_the_tensor(
         content[piece.start + 5] ^= 1
         store.write(f"{FIRST}/{piece.file}", bytes(content))
         assert ckpt(["verify", "--deep", f"{URL}/{FIRST}"]) == 3
+        content[piece.start + 5] ^= 1
+        store.write(f"{FIRST}/{piece.file}", bytes(content))
     shown = capsys.readouterr().out
     assert f"{URL}/{FIRST}/{piece.file}" in shown and "damaged: tensor weight" in shown
 
@@ -187,6 +196,20 @@ def test_a_pull_brings_the_logs_of_a_run(read: Requests, tmp_path: Path) -> None
     assert ckpt(["pull", f"{URL}/{SECOND}", str(target / FIRST)]) == 2
     assert ckpt(["pull", f"{URL}/{SECOND}", str(target)]) == 0
     assert (target / "training.jsonl").read_bytes() == b"own\n"
+
+
+def test_a_wrong_url_is_an_error_of_prune_and_pull(
+    read: Requests,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ckpt(["prune", f"{URL}-misspelled", "--keep-last=1"]) == 3
+    assert "no checkpoints found" in capsys.readouterr().err
+    assert ckpt(["pull", URL, f"{URL}-copy"]) == 2
+    assert "a local directory" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def interrupt(run: RemoteRun, checkpoint: Path, memory: Path) -> None:
@@ -240,20 +263,6 @@ def test_prune_removes_uploads_that_were_interrupted_long_ago(
             push_checkpoint(run, local / FIRST, memory)
         push_checkpoint(run, local / FIRST, memory)
         assert output(capsys, "verify", url, "--deep")[0]["ok"]
-
-
-def test_a_wrong_url_is_an_error_of_prune_and_pull(
-    read: Requests,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert ckpt(["prune", f"{URL}-misspelled", "--keep-last=1"]) == 3
-    assert "no checkpoints found" in capsys.readouterr().err
-    assert ckpt(["pull", URL, f"{URL}-copy"]) == 2
-    assert "a local directory" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 def test_push_and_pull_copy_the_exports_of_the_checkpoint(

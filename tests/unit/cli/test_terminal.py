@@ -16,7 +16,7 @@ import pytest
 from automodel_ckpt.checkpoint.parts import verify as verify_module
 from automodel_ckpt.cli.ckpt import main, parser
 from automodel_ckpt.cli.common.arguments import PATHS
-from automodel_ckpt.cli.common.terminal import coloured, printable, table
+from automodel_ckpt.cli.common.terminal import colored, printable, table
 from automodel_ckpt.errors import Problem
 from tests.support.models.shards import checkpoint_in
 
@@ -83,15 +83,15 @@ def test_numbers_stand_to_the_right_and_wide_characters_count_double() -> None:
     assert printable("a\udcffb\tc") == "a\\udcffb\\tc"
 
 
-def test_colour_follows_the_terminal_unless_it_is_asked_for(
+def test_color_follows_the_terminal_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert coloured("a", "red", sys.__stdout__) == "a" or sys.__stdout__.isatty()
+    assert colored("a", "red", sys.__stdout__) == "a" or sys.__stdout__.isatty()
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert coloured("a", "red", sys.__stdout__) == "\x1b[31ma\x1b[0m"
+    assert colored("a", "red", sys.__stdout__) == "\x1b[31ma\x1b[0m"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert coloured("a", "red", sys.__stdout__) == "a"
+    assert colored("a", "red", sys.__stdout__) == "a"
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])

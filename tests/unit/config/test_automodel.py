@@ -19,7 +19,6 @@ from jinja2 import Template
 from automodel_ckpt import load_recipe
 from automodel_ckpt.errors import RecipeError
 from tests.support.runs import printed
-from tools import automodel_recipes
 
 DATA = "nemo_automodel.components.datasets"
 LLM = "recipe: TrainFinetuneRecipeForNextTokenPrediction\n"
@@ -81,7 +80,6 @@ validation_dataset:
   path_or_dataset: rows.jsonl
 """
 TE_ADAM = "transformer_engine.pytorch.optimizers.FusedAdam"
-PACKS = "packed_sequence:\n  packed_sequence_size: 32\n"
 PEFT = """\
 peft:
   _target_: nemo_automodel.components._peft.lora.PeftConfig
@@ -924,18 +922,6 @@ def test_a_null_override_is_the_default_of_a_key_of_automodel(
     assert value_at(load(tmp_path, text, f"--{theirs}", "null"), key) == expected
 
 
-def test_a_null_override_of_an_argument_of_a_users_target_stays(tmp_path: Path) -> None:
-    text = "optimizer:\n  _target_: my_package.Optimizer\n  foreach: true\n"
-    loaded = load(tmp_path, text, "--optimizer.foreach", "null")
-    assert loaded.config.optimizer.kwargs == {"foreach": None}
-
-
-def test_a_null_override_of_a_limit_leaves_all_samples(tmp_path: Path) -> None:
-    text = ROWS + "  num_samples_limit: 3\n"
-    loaded = load(tmp_path, text, "--dataset.num_samples_limit", "null")
-    assert "max_samples" not in loaded.config.dataset.kwargs
-
-
 def test_a_null_override_of_an_unknown_key_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"unknown key checkpoint\.foo"):
         load(tmp_path, "", "--checkpoint.foo", "null")
@@ -1080,32 +1066,6 @@ def test_the_users_own_builders_stay_as_they_are(tmp_path: Path) -> None:
     loaded = load(tmp_path, text)
     assert value_at(loaded, "dataset._target_") == "my_package.rows"
     assert value_at(loaded, "dataset.depth") == 3
-
-
-def test_the_tool_counts_accepted_recipes_and_groups_rejections_by_cause(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    texts = {
-        "good": LLM + MODEL + ROWS,
-        "warned": LLM
-        + MODEL
-        + ROWS
-        + "fp8:\n  enabled: true\n  enable_fsdp_float8_all_gather: true\n",
-        "unknown_argument": LLM + MODEL + ROWS + "  unheard_of: 1\n",
-        "unknown_setting": LLM + QWEN + "    hidden_sise: 16\n" + ROWS,
-        "first": LLM + MODEL + ROWS + "embedding_row_repair:\n  max_rows: 3\n",
-        "second": LLM + MODEL + ROWS + "embedding_row_repair:\n  max_rows: 4\n",
-    }
-    for name, text in texts.items():
-        (tmp_path / f"{name}.yaml").write_text(text)
-    automodel_recipes.main(["--files", str(tmp_path)])
-    printed = capsys.readouterr().out
-    assert "   1 qwen3_moe models have no setting 'hidden_sise' (16)" in printed
-    assert "2 of 6 recipes are accepted, 1 of them with a warning" in printed
-    assert "   2 embedding_row_repair: repair of embedding rows is not supported" in printed
-    assert "   1 unknown key dataset.unheard_of (1)" in printed
-    assert "first.yaml:8: embedding_row_repair" in printed
 
 
 CLASSIFIER = """\

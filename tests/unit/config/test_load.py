@@ -189,22 +189,6 @@ def test_plug_ins_may_stand_among_the_arguments_of_plug_ins(tmp_path: Path) -> N
     assert (part._target_, part.kwargs) == ("a.b", {"n": 1})
 
 
-def test_every_value_knows_where_it_came_from(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"{BASE}seed: 7\n")
-    text = printed.printed(recipe, "--optimizer.lr", "1e-3", "--optimizer.betas.1=0.5")
-    rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert {
-        f"seed: 7 # {recipe}:6",
-        f"path: data.jsonl # {recipe}:5",
-        "lr: 0.001 # --optimizer.lr",
-        "eps: 1.0e-08 # default",
-        # A default as a user writes it: otherwise, a recipe that names it differs from one that does not.
-        "pp_schedule: 1f1b # default",
-    } <= set(rows)
-    assert any("betas" in row and row.endswith("# --optimizer.betas.1") for row in rows)
-
-
 # Numbers
 
 NUMBER_KEYS = [
@@ -361,7 +345,7 @@ def test_a_saved_recipe_means_the_same_to_every_reader_of_yaml(tmp_path: Path) -
 PLAIN = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
 @given(
     text=PLAIN,
     rate=st.floats(0, 1e6),

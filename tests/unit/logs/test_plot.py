@@ -205,26 +205,3 @@ def test_metrics_of_an_objective_have_charts_with_their_validation_sets(
     _, *curves = capsys.readouterr().out.splitlines()[1:]
     assert curves[-1].startswith("  F1 micro, validation     ")
     assert all(line[25:27] == "  " and line[27] in "▁▂▃▄▅▆▇█" for line in curves)
-
-
-def test_a_place_without_a_run_is_code_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plot", str(tmp_path)]) == 3
-    assert "contains no run" in capsys.readouterr().err
-
-
-def test_numbers_that_no_run_writes_are_passed_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_run(tmp_path / "run", num_steps=4)
-    with open(run / "training.jsonl", "a") as log:
-        log.write(
-            '{"step": 5, "loss": 1e308, "tokens": 1e400}\n{"step": 6, "loss": -1e308}\n{"step": -7, "loss": 1}\n'
-        )
-        log.write('{"step": ' + "9" * 400 + ', "loss": 1}\n')
-    for output in ([], ["-o", str(tmp_path / "page.html")], ["--json"]):
-        assert main(["plot", str(run), *output]) == 0
-    assert json.loads(capsys.readouterr().out.split("page.html\n")[1])[0]["series"]["loss"][
-        "steps"
-    ] == [1, 2, 3, 4]

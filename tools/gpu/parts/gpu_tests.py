@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 from tools.gpu.machine import version_of
@@ -21,59 +22,46 @@ PATHS = (
     "tests/unit/training/optim/test_adamw_kernel.py",
     "tests/unit/training/optim/test_adam8bit_kernel.py",
 )
-_OF_DRY_RUN = ("tests/gpu/test_losses.py",)
+_OF_DRY_RUN = ("tests/gpu/test_losses.py", "-k", "cpu-packed")
 _PROCESSES = 14
 """Most of a test's time is that of its host."""
-_SHOWN = 3000
-"""Characters of a failure's text, from its beginning and from its end."""
+_ENDED = re.compile(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) (tests/.+)$", re.MULTILINE)
+"""A line that pytest-xdist prints when a test ends."""
+_ENDED_ALONE = re.compile(r"^(tests/.+) (PASSED|FAILED|ERROR|SKIPPED) ", re.MULTILINE)
+"""The same without pytest-xdist."""
 
 
 def run(part: PartRun) -> None:
-    """Run the tests until the part's time is over. Each test's result is recorded when it ends."""
-    selection = ["-k", "cpu-packed"] if part.session.is_dry_run else []
-    records = part.session.scratch / "tests.jsonl"
-    part.measure("tests", _tests, records, selection, limit=part.seconds_left)
-    # The process may have been stopped: what it recorded until then counts.
-    outcomes = _outcomes(records)
-    part.add("outcomes", {name: len(found) for name, found in outcomes.items()})
-    passed = sorted(test for test, _ in outcomes.get("passed", []))
-    part.add("passed", {"names": passed})
-    for test, text in outcomes.get("failed", []):
-        part.fail(test, _shortened(text))
-        print(f"    FAILED {test}")
+    """Run the tests until the part's time is over. Texts of failures are in the log of the session."""
+    printed = part.session.scratch / "tests.log"
+    part.measure("tests", _tests, printed, part.session.is_dry_run, limit=part.seconds_left)
+    # The process may have been stopped: what it printed until then counts.
+    text = printed.read_text(errors="replace") if printed.is_file() else ""
+    ended = [
+        *_ENDED.findall(text),
+        *((outcome, test) for test, outcome in _ENDED_ALONE.findall(text)),
+    ]
+    part.add("outcomes", Counter(outcome.lower() for outcome, _ in ended))
+    for outcome, test in ended:
+        if outcome in ("FAILED", "ERROR"):
+            part.fail(test, "see gpu.log")
+            print(f"    FAILED {test}")
 
 
-def _shortened(text: str) -> str:
-    """The beginning and the end of a long text."""
-    if len(text) <= 2 * _SHOWN:
-        return text
-    return f"{text[:_SHOWN]}\n...\n{text[-_SHOWN:]}"
-
-
-def _outcomes(records: Path) -> dict[str, list[tuple[str, str]]]:
-    """(test, text of its failure) of each outcome in a file of records."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    if not records.is_file():
-        return found
-    for line in records.read_text().splitlines():
-        record = json.loads(line)
-        found.setdefault(record["outcome"], []).append((record["test"], record["text"]))
-    return found
-
-
-def _tests(records: Path, selection: list[str]) -> Figures:
-    paths = shlex.split(os.environ.get("GPU_TESTS", "")) or (_OF_DRY_RUN if selection else PATHS)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.pytest_records", *paths]
+def _tests(printed: Path, is_dry_run: bool) -> Figures:
+    chosen = shlex.split(os.environ.get("GPU_TESTS", "")) or (_OF_DRY_RUN if is_dry_run else PATHS)
     # make test treats warnings as errors; those of other libraries and of CUDA are no failure here.
-    command += ["-W", "ignore"]
-    if version_of("pytest-xdist") and not selection:
+    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-W", "ignore", *chosen]
+    if version_of("pytest-xdist") and not is_dry_run:
         command += ["-n", str(_PROCESSES)]
-    environment = os.environ | {
-        "GPU_TEST_RECORDS": str(records),
-        "PYTHONPATH": os.pathsep.join(path for path in [str(ROOT), *sys.path] if path),
-    }
-    done = subprocess.run([*command, *selection], cwd=ROOT, env=environment)
-    # 1: tests failed, which the records name; 5: none was selected.
-    if done.returncode not in (0, 1):
-        raise RuntimeError(f"pytest ended with {done.returncode}")
-    yield "tests", {"exit_code": done.returncode}
+    paths = [str(ROOT), *filter(None, sys.path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    with open(printed, "w") as output:
+        code = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output
+        ).returncode
+    print(printed.read_text(errors="replace"))
+    # 1: tests failed; 5: none was selected.
+    if code not in (0, 1):
+        raise RuntimeError(f"pytest ended with {code}")
+    yield "tests", {"exit_code": code}

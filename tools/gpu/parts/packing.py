@@ -31,7 +31,7 @@ def run(part: PartRun) -> None:
     name = "bare, padded"
     part.measure(name, _padded, name, base, work, session.device, samples, limit=90)
     num_samples = 100 if is_small else 4000
-    dataset = {"_target_": "tools.gpu.data.short_answers", "num_samples": num_samples, **samples}
+    dataset = {"_target_": "tools.gpu.data.ShortAnswers", "num_samples": num_samples, **samples}
 
     def case(name: str, changes: Mapping[str, Any], *, forecasts: bool = False) -> None:
         recipe = ours.recipe_of(work, base, session.scratch / part.name)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from automodel_ckpt.checkpoint.files.type_aliases import Texts
+
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -44,7 +46,7 @@ _BIASES = {
     "self_attn.k_proj.bias": "attn_k.bias",
     "self_attn.v_proj.bias": "attn_v.bias",
 }
-TOP: Mapping[str, str] = _TOP
+TOP: Texts = _TOP
 """Hugging Face's names of the tensors outside of layers, to GGUF's."""
 
 SHAPES: Mapping[str, tuple[str, ...]] = {
@@ -113,7 +115,7 @@ class Architecture:
     name: str
     model_class: str
     model_type: str
-    layer: Mapping[str, str]
+    layer: Texts
     defaults: Mapping[str, int | float]
     fixed: Mapping[str, object]
     positions: frozenset[str]

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of, whole_tensor
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, storage_dtype
 from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.formats.format import Format, Inventory, TensorSummary
@@ -47,8 +48,7 @@ from automodel_ckpt.convert.formats.gguf.model import (
 )
 from automodel_ckpt.convert.formats.gguf.positions import rotary_order
 from automodel_ckpt.convert.formats.gguf.values import NotConvertible
-from automodel_ckpt.convert.type_aliases import ValueDict, Values
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import RecipeError, unusable
 
 _FACTORS = "rope_freqs.weight"
 # Head dimensions are at most some hundred.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict, Values
 from automodel_ckpt.convert.formats.gguf.architectures import (
     ARCHITECTURES,
     SHAPES,
@@ -25,7 +26,6 @@ from automodel_ckpt.convert.formats.gguf.values import (
     positive_number,
     reported,
 )
-from automodel_ckpt.convert.type_aliases import Shape, ValueDict, Values
 
 _LAYER_NUMBER = re.compile(r"(?:model\.layers|blk)\.([0-9]+)\.", re.ASCII)
 _OUTPUT = "output.weight"

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible, positive_number
-from automodel_ckpt.convert.type_aliases import ValueDict, Values
 
 _LENGTH = "original_max_position_embeddings"
 # The numbers that each kind of scaling of positions needs.

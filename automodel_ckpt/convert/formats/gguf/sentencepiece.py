@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible
-from automodel_ckpt.convert.type_aliases import Values
 
 # SentencePiece's character for a space.
 SPACE = "\u2581"

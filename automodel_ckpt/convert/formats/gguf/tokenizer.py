@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.convert.formats.gguf import sentencepiece
 from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokenizer
 from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible, reported
-from automodel_ckpt.convert.type_aliases import Values
 
 # Token types of GGUF (source: gguf.md, tokenizer.ggml.token_type).
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
@@ -66,8 +66,9 @@ def convert_tokenizer(
                 "a text in the tokenizer's files is not valid Unicode", text
             ) from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:  # of another structure
-            what = "this is not a tokenizer of Hugging Face's"
-            raise NotConvertible(what, repr(error)[:200]) from error
+            raise NotConvertible(
+                "this is not a tokenizer of Hugging Face's", repr(error)[:200]
+            ) from error
 
 
 def _converted(
@@ -82,8 +83,9 @@ def _converted(
         raise NotConvertible("only BPE tokenizers are written as GGUF", repr(model.get("type")))
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            value = f"model.{key}: {model[key]!r:.100}"
-            raise NotConvertible("this tokenizer has what llama.cpp's lacks", value)
+            raise NotConvertible(
+                "this tokenizer has what llama.cpp's lacks", f"model.{key}: {model[key]!r:.100}"
+            )
     tokens, types = _tokens(tokenizer, model, vocab_size)
     ids = {token: index for index, token in enumerate(tokens)}
     special = _special_ids(settings, ids)
@@ -173,7 +175,7 @@ def _steps(value: Any, key: str) -> list[Values]:
     """Return the steps of a normalizer or pre_tokenizer: the steps of a Sequence under *key*, or the only one."""
     if value is None:
         return []
-    steps: Any = [value]
+    steps = [value]
     if value.get("type") == "Sequence":
         steps = value.get(key) or []
     # A step of another kind raises TypeError here.

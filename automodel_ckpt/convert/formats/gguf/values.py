@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.convert.type_aliases import Values
+from automodel_ckpt.checkpoint.files.type_aliases import Values
+from automodel_ckpt.errors import unusable
 
 KeyValue = tuple[str, str, Any]
 """Key, the GGUF type's name as in ``GGUFWriter.add_<type>``, value."""
@@ -54,5 +54,9 @@ def reported(where: str) -> Iterator[None]:
     try:
         yield
     except NotConvertible as error:
-        hint = "export Hugging Face files (--to hf) and convert them with llama.cpp's own convert_hf_to_gguf.py"
-        raise unusable(error.what, where, error.value, hint) from error
+        raise unusable(
+            error.what,
+            where,
+            error.value,
+            "export Hugging Face files (--to hf) and convert them with llama.cpp's own convert_hf_to_gguf.py",
+        ) from error

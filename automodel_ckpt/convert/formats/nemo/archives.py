@@ -16,7 +16,6 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.nemo.nemo import CONFIG
 from automodel_ckpt.convert.formats.nemo.packed_files import (
@@ -35,7 +34,7 @@ from automodel_ckpt.convert.publishing import (
     published_directory,
     published_file,
 )
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import RecipeError, unusable
 
 QNEMO_CONFIG = "config.json"
 _QNEMO_WEIGHTS = "rank0.safetensors"
@@ -62,8 +61,12 @@ def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
     """
     real = Path(os.path.realpath(source))
     if not real.is_file():
-        hint = "name a .nemo or .qnemo file; `ckpt pack` packs a directory"
-        raise unusable("there is no archive to unpack", source, "no such file", hint)
+        raise unusable(
+            "there is no archive to unpack",
+            source,
+            "no such file",
+            "name a .nemo or .qnemo file; `ckpt pack` packs a directory",
+        )
     target = Path(os.path.realpath(target))
     check_directory_target(target)
     files = {}
@@ -87,13 +90,17 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
     """
     directory = Path(os.path.realpath(source))
     if not directory.is_dir():
-        hint = "name a directory that `ckpt unpack` wrote; `ckpt unpack` unpacks an archive"
-        raise unusable("there is no directory to pack", source, "no such directory", hint)
+        raise unusable(
+            "there is no directory to pack",
+            source,
+            "no such directory",
+            "name a directory that `ckpt unpack` wrote; `ckpt unpack` unpacks an archive",
+        )
     target = Path(os.path.realpath(target))
     if target.is_relative_to(directory):
         raise RecipeError(
             "the archive would be in the directory that it packs",
-            where=str(target),
+            where=target,
             value=target.name,
             hint=f"name a file outside of {directory}",
         )
@@ -120,12 +127,18 @@ def _extract(reader: TarReader, member: TarMember, staging: Path) -> None:
     if member.name == ".":
         return
     path = staging / member.name
-    if member.is_directory:
-        path.mkdir(parents=True, exist_ok=True)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # x: an existing file, for example on a file system that ignores case, is an error.
-    with open(path, "xb") as file:
+    try:
+        if member.is_directory:
+            path.mkdir(parents=True, exist_ok=True)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # x: an existing file, for example on a file system that ignores case, is an error.
+        file = open(path, "xb")  # noqa: SIM115
+    except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+        raise unusable(
+            "a file and another member of this tar archive have one name", reader.path, member.name
+        ) from error
+    with file:
         for block in reader.blocks(member):
             file.write(block)
 

@@ -17,8 +17,10 @@ from typing import Any
 from automodel_ckpt.base.units import counted, left_out
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import Values
+from automodel_ckpt.checkpoint.parts.slices import TensorDict
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
+from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import (
     UNCHECKED,
@@ -39,7 +41,7 @@ from automodel_ckpt.convert.formats.torch.torch_files import read_archive
 from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
 from automodel_ckpt.convert.names.dimensions import config_of_arguments
 from automodel_ckpt.convert.names.megatron_names import is_model_tensor
-from automodel_ckpt.convert.type_aliases import TensorDict, Values
+from automodel_ckpt.errors import unusable
 
 _MAX_LATEST_BYTES = 64
 _COMMON = "common.pt"

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import faults_of, names_in, reports
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.nemo.megatron import MegatronCore
@@ -29,8 +30,7 @@ from automodel_ckpt.convert.formats.nemo.packed_files import (
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml, scalars_in
 from automodel_ckpt.convert.formats.torch.torch_files import read_model
 from automodel_ckpt.convert.names.dimensions import config_of_arguments
-from automodel_ckpt.convert.type_aliases import ValueDict, Values
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 CONFIG = "model_config.yaml"
 WEIGHTS = "model_weights.ckpt"

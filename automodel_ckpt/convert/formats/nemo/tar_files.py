@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, cast
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_safely
-from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import is_gzip
+from automodel_ckpt.errors import unusable
 
 _BLOCK_BYTES = 1 << 20
 _MAX_MEMBERS = 20_000
@@ -116,7 +116,7 @@ class TarReader:
         self._raw = os.fdopen(descriptor, "rb")
         self._limit = os.fstat(descriptor).st_size
         self.is_compressed = decompress is not None or is_gzip(os.pread(descriptor, 2, 0))
-        content: BinaryIO = self._raw
+        content = self._raw
         if self.is_compressed:
             self._limit = self._limit * _MAX_GROWTH + _FREE_BYTES if max_members else 1 << 62
             content = decompress(self._raw) if decompress else gzip.GzipFile(fileobj=self._raw)  # type: ignore[assignment]
@@ -131,7 +131,7 @@ class TarReader:
 
     def __iter__(self) -> Iterator[TarMember]:
         """Yield the members in the order of the archive. A member's content is skipped unless it was read."""
-        seen: dict[str, bool] = {}
+        seen: set[str] = set()
         with self._reported():
             archive: Any = tarfile.TarFile(
                 fileobj=cast(BinaryIO, self._file), encoding="utf-8", errors="strict"
@@ -143,7 +143,9 @@ class TarReader:
                     raise TarFault("it has a name or a size for all members")
                 if self._max_members is not None and len(seen) > self._max_members:
                     raise TarFault(f"it has more than {self._max_members} members")
-                _check_name_is_new(member, seen)
+                if member.name in seen and not member.is_directory:
+                    raise TarFault(f"it has two members {member.name!r}")
+                seen.add(member.name)
                 self._file.seek(member.start)
                 yield member
                 self._file.seek(archive.offset)
@@ -178,10 +180,7 @@ class TarReader:
             yield
         except self._faults as error:
             raise unusable(
-                "this tar archive cannot be read",
-                self.path,
-                str(error)[:300],
-                "take the file from another copy, or save it again with the program that made it",
+                "this tar archive cannot be read", self.path, str(error)[:300]
             ) from error
 
 
@@ -214,31 +213,10 @@ def _safe_name(name: str) -> str:
     plain = name.removeprefix("./")
     if plain == _ROOT:
         return plain
-    reason = layout.unsafe_path(plain)
-    if reason is None and not plain.isprintable():
-        reason = "it has unprintable characters"
-    if reason is None and (len(plain.encode()) > _MAX_NAME_BYTES or plain.count("/") > _MAX_LEVELS):
-        reason = "it is too long"
-    if reason is not None:
-        raise TarFault(f"its member {name[:200]!r} has an unsafe name: {reason}")
+    is_long = len(plain.encode()) > _MAX_NAME_BYTES or plain.count("/") > _MAX_LEVELS
+    if layout.unsafe_path(plain) or is_long or not plain.isprintable():
+        raise TarFault(f"its member {name[:200]!r} has an unsafe name")
     return plain
-
-
-def _check_name_is_new(member: TarMember, seen: dict[str, bool]) -> None:
-    """Raise :class:`TarFault` if two members have one name, or a file is used as a directory.
-
-    *seen* maps the names of earlier members, and of their parents, to whether they are directories.
-    """
-    known = seen.get(member.name)
-    if known is not None and not (known and member.is_directory):
-        raise TarFault(f"it has two members {member.name!r}")
-    seen[member.name] = member.is_directory
-    parent = member.name.rpartition("/")[0]
-    while parent and parent not in seen:
-        seen[parent] = True
-        parent = parent.rpartition("/")[0]
-    if parent and not seen[parent]:
-        raise TarFault(f"its member {parent!r} is a file and a directory")
 
 
 # ---------------------------------------------------------------- writing

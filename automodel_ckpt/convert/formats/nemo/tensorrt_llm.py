@@ -14,9 +14,10 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header_safely
-from automodel_ckpt.checkpoint.parts.slices import whole_tensor
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.checkpoint.parts.slices import TensorDict, whole_tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import faults_of, names_in, optional_json
 from automodel_ckpt.convert.formats.format import Format
@@ -27,7 +28,7 @@ from automodel_ckpt.convert.formats.nemo.packed_files import (
 )
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import TENSORRT_LLAMA
-from automodel_ckpt.convert.type_aliases import TensorDict, ValueDict, Values
+from automodel_ckpt.errors import unusable
 
 CONFIG = "config.json"
 FIRST_RANK = "rank0.safetensors"

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, nbytes_of, shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.files import faults_of, names_in, tiled
-from automodel_ckpt.convert.type_aliases import Shape, ValueDict
 
 ARRAY = ".zarray"
 _DTYPES = {
@@ -78,16 +78,13 @@ def _array(name: str, value: ValueDict) -> ZarrArray:
     for key, usual in expected.items():
         if value.get(key) not in (usual, []):
             raise Fault(f"its {key} is {value.get(key)!r:.200}")
-    shape, chunks = counts(value["shape"]) or (), counts(value["chunks"]) or ()
-    invalid = len(shape) != len(chunks) or len(shape) != len(value["shape"]) or 0 in chunks
-    if invalid or shape_fault(shape) or shape_fault(chunks):
+    if value.get("dimension_separator", ".") != ".":
+        raise Fault("the names of its chunks have another separator than .")
+    shape, chunks = counts(value["shape"]), counts(value["chunks"])
+    if shape is None or chunks is None or shape_fault(shape) or shape_fault(chunks):
         raise Fault(f"its shape is invalid: {value['shape']!r:.100}, {value['chunks']!r:.100}")
-    dtype = value["dtype"]
-    if dtype not in _DTYPES or value.get("dimension_separator", ".") != ".":
-        raise Fault(
-            f"its dtype is {dtype!r:.100}, or the names of its chunks have another separator than ."
-        )
-    array = ZarrArray(name, _DTYPES[dtype], shape, chunks)
+    # Another dtype is a KeyError, a chunk without elements or of other dimensions another error.
+    array = ZarrArray(name, _DTYPES[value["dtype"]], shape, chunks)
     if math.prod(array.grid) > _MAX_CHUNKS:
         raise Fault(f"it has too many chunks: {math.prod(array.grid)}")
     return array
@@ -98,7 +95,7 @@ def _array(name: str, value: ValueDict) -> ZarrArray:
 
 def zarr_tensor(directory: Path, array: ZarrArray) -> Tensor:
     """Describe an array in *directory*. Raises :class:`CheckpointUnusable` if a chunk is missing or damaged."""
-    slices: list[Slice] = []
+    slices = []
     chunk_bytes = nbytes_of(array.dtype, array.chunks)
     strides = tuple(math.prod(array.chunks[at + 1 :]) for at in range(len(array.chunks)))
     with faults_of(directory / array.name, "the chunks of this array do not make it up"):

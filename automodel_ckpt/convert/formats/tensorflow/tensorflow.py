@@ -25,13 +25,19 @@ from typing import Any
 
 from automodel_ckpt.base.units import others_text
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, read_safely
-from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of, shape_fault, whole_tensor
+from automodel_ckpt.checkpoint.parts.slices import (
+    Tensor,
+    TensorDict,
+    nbytes_of,
+    shape_fault,
+    whole_tensor,
+)
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import check_regular_files, faults_of, names_in, reports
 from automodel_ckpt.convert.formats.format import Format
-from automodel_ckpt.convert.type_aliases import Shape, TensorDict
+from automodel_ckpt.errors import unusable
 
 FOOTER_BYTES = 48
 MAX_INDEX_BYTES = 64 << 20
@@ -115,7 +121,7 @@ def _read(index: Path) -> tuple[TensorDict, int]:
     """
     prefix = index.name.removesuffix(INDEX_SUFFIX)
     ends: dict[str, int] = {}
-    tensors: TensorDict = {}
+    tensors = {}
     with faults_of(index, "this index of TensorFlow cannot be read"):
         content = read_safely(index.parent, index.name, limit=MAX_INDEX_BYTES)
         num_shards, variables = read_index(content)
@@ -148,18 +154,16 @@ def _tensor(name: str, variable: Mapping[int, Any], file: str, index: Path) -> T
         )
     with faults_of(index, f"the variable {name[:200]!r} is described wrongly"):
         number, described = variable.get(1, 0), variable.get(2, b"")
-        if number not in _DTYPES:
-            raise Fault(f"its dtype is unknown (number {number})")
-        # A dimension of 0 is not written: it is the default of the field.
+        # A dimension of 0 is not written: it is the default of the field. An unknown dtype is a KeyError.
         dimensions = [dict(_fields(each)) for field, each in _fields(described) if field == 2]
-        shape: Shape = tuple(each.get(1, 0) for each in dimensions)
+        shape = tuple(each.get(1, 0) for each in dimensions)
         # A negative number, for an unknown dimension, has all its 64 bits.
         if len(shape) > _MAX_DIMENSIONS or any(extent >= 1 << 63 for extent in shape):
             raise Fault(f"its shape is not known, or has {len(shape)} dimensions")
-        fault, nbytes = shape_fault(shape), variable.get(5, 0)
-        if fault or nbytes_of(_DTYPES[number], shape) != nbytes:
-            raise Fault(fault or f"{nbytes} bytes for {_DTYPES[number]} {list(shape)}")
-        return whole_tensor(name, _DTYPES[number], shape, file, variable.get(4, 0))
+        fault, nbytes, dtype = shape_fault(shape), variable.get(5, 0), _DTYPES[number]
+        if fault or nbytes_of(dtype, shape) != nbytes:
+            raise Fault(fault or f"{nbytes} bytes for {dtype} {list(shape)}")
+        return whole_tensor(name, dtype, shape, file, variable.get(4, 0))
 
 
 # ---------------------------------------------------------------- the table
@@ -170,7 +174,7 @@ def read_index(data: bytes) -> tuple[int, dict[str, dict[int, Any]]]:
 
     Raises :class:`Fault`, or any exception for a damaged index.
     """
-    header: dict[int, Any] = {}
+    header = {}
     variables = {}
     for key, value in _table(data):
         if key == b"":

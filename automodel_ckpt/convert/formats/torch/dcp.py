@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict
+from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorMap
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
+from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import (
     check_regular_files,
@@ -62,8 +63,7 @@ from automodel_ckpt.convert.formats.torch.numbered_optimizer import (
 )
 from automodel_ckpt.convert.formats.torch.torch_objects import plain_values
 from automodel_ckpt.convert.names.torchtitan import has_torchtitan_names
-from automodel_ckpt.convert.type_aliases import TensorMap, ValueDict
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 DATA_SUFFIX = ".distcp"
 _SCHEDULER_KEYS = ("lr_scheduler", "scheduler", "lr_schedulers", "sched", "scheduler_state_dict")
@@ -109,7 +109,7 @@ class PyTorchDcp(Format):
         notes, omitted = reports(len(content.tensors) - len(tensors), len(content.values))
         return Source(path, path, tensors, notes=notes, omitted=omitted)
 
-    def names(self, content: DcpContent) -> Mapping[str, str]:
+    def names(self, content: DcpContent) -> Texts:
         """Return {stored name: name in the model} of the model's tensors. A format of one program overrides this."""
         return plain_model_names(content)
 
@@ -169,14 +169,14 @@ def _keys_of_model(content: DcpContent) -> Keys:
     return keys_of_model(content.paths.get(fqn, (fqn,)) for fqn in content.tensors)
 
 
-def plain_model_names(content: DcpContent) -> Mapping[str, str]:
+def plain_model_names(content: DcpContent) -> Texts:
     """Return {stored name: name in the model} for each tensor of the model, without the names of wrappers."""
     names = _model_names(content)
     plain = names_without_wrappers(list(names.values()))
     return {stored: plain[name] for stored, name in names.items()}
 
 
-def _model_names(content: DcpContent) -> Mapping[str, str]:
+def _model_names(content: DcpContent) -> Texts:
     """Return {stored name: name in the model's own state dict} for each tensor that belongs to the model.
 
     If the saved state dict was nested, the mapping under ``model`` or a similar key is the model. Otherwise all tensors
@@ -277,7 +277,7 @@ def read_counters(directory: Path, content: DcpContent) -> Counters:
         *outer, last = _path(content, fqn)
         if last in _COUNTERS and (not outer or (len(outer) == 1 and outer[0] in _COUNTER_KEYS)):
             fields[fqn] = _COUNTERS[str(last)]
-    found: dict[str, object] = {}
+    found = {}
     for fqn, value in _loaded(directory, content, fields).items():
         with contextlib.suppress(Fault):  # not a number
             found[fields[fqn]] = number_of(value, directory)
@@ -294,7 +294,7 @@ def read_scheduler(directory: Path, content: DcpContent) -> ValueDict | None:
     names = [fqn for fqn in content.values if _path(content, fqn)[0] in _SCHEDULER_KEYS]
     if not names:
         return None
-    state: dict[Any, Any] = {}
+    state = {}
     for fqn, value in _loaded(directory, content, names).items():
         path = _path(content, fqn)
         if len(path) > 1:
@@ -322,13 +322,13 @@ def _path(content: DcpContent, fqn: str) -> Keys:
 
 def _optimizer(
     content: DcpContent, key: str
-) -> tuple[dict[str, dict[str, str]], dict[tuple[str, str], str]]:
+) -> tuple[dict[str, TextDict], dict[tuple[str, str], str]]:
     """Return the names in ``.metadata`` of an optimizer's state under *key*: {FQN: {entry: name}}, and its groups.
 
     The latter are by (index or FQN, option), or ("", "") where the list of groups is one value.
     """
-    entries: dict[str, dict[str, str]] = {}
-    grouped: dict[tuple[str, str], str] = {}
+    entries: dict[str, TextDict] = {}
+    grouped = {}
     for fqn in (*content.tensors, *content.values):
         # Nested or flattened, the keys make up the same text. Neither an entry nor an option has a dot.
         outer, _, keys = ".".join(map(str, _path(content, fqn))).partition(".")

@@ -20,6 +20,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import Shape
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,
     Slice,
@@ -37,13 +38,11 @@ from automodel_ckpt.convert.formats.torch.torch_objects import (
     describe_file,
     describe_pickle,
 )
-from automodel_ckpt.convert.type_aliases import Shape
 
 # Read, a pickle takes up to eighty times its size; a larger one must have data on the disk to describe.
 _FREE_BYTES = 4 << 20
 _MAX_BYTES = 1 << 29
 _DATA_RATIO = 128
-_HINT = "take the files from another copy, or export them with PyTorch"
 _MAX_DIMENSIONS = 64
 _MAX_PATH = 64
 # The limit of a tensor's pickle within an archive; a program of torch.save has some hundred bytes.
@@ -92,7 +91,7 @@ def read_content(directory: Path) -> DcpContent:
 
     Raises :class:`CheckpointUnusable` if it is missing, has an unknown form, or contradicts itself.
     """
-    with faults_of(directory / layout.DCP_METADATA, "this .metadata cannot be read", _HINT):
+    with faults_of(directory / layout.DCP_METADATA, "this .metadata cannot be read"):
         # Allocated blocks: a sparse file must not allow a larger pickle.
         on_disk = sum(
             entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(directory)
@@ -114,7 +113,7 @@ def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
             what = (
                 f"the stored chunk at {list(box.offsets)} of {fqn[:200]!r} does not match .metadata"
             )
-            with faults_of(directory / item.file, what, _HINT):
+            with faults_of(directory / item.file, what):
                 start = _raw_start(_archive(directory, item, _MAX_PROGRAM_BYTES), dtype, box.sizes)
             nbytes = nbytes_of(dtype, box.sizes)
             slices.append(Slice(fqn, dtype, box.offsets, box.sizes, item.file, start, nbytes))
@@ -128,7 +127,7 @@ def read_values(directory: Path, items: Mapping[str, Item]) -> Iterator[tuple[st
     """
     for fqn, item in items.items():
         what = f"the stored value {fqn[:200]!r} cannot be read"
-        with faults_of(directory / item.file, what, _HINT):
+        with faults_of(directory / item.file, what):
             value = _archive(directory, item, None).value
         yield fqn, value
 
@@ -217,11 +216,8 @@ def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
     if type(planner_data) is not dict:
         return
     for fqn, path in planner_data.items():
-        if type(fqn) is not str or type(path) not in (tuple, list):
-            continue
-        if not 0 < len(path) <= _MAX_PATH:
-            continue
-        if all(type(part) in (str, int) for part in path):
+        is_path = type(path) in (tuple, list) and 0 < len(path) <= _MAX_PATH
+        if type(fqn) is str and is_path and all(type(part) in (str, int) for part in path):
             yield fqn, tuple(path)
 
 

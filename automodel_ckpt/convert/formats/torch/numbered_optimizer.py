@@ -17,9 +17,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Values
+from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorDict
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.format import (
     ModelParameter,
@@ -33,7 +33,7 @@ from automodel_ckpt.convert.formats.torch.torch_files import (
     tensor_of_view,
 )
 from automodel_ckpt.convert.formats.torch.torch_objects import Archive, StoredView, plain_values
-from automodel_ckpt.convert.type_aliases import Shape, TensorDict, Values
+from automodel_ckpt.errors import unusable
 
 Key = int | str
 """The number or the name under which an optimizer stores the state of a parameter."""

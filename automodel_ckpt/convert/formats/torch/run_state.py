@@ -14,18 +14,18 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
+from automodel_ckpt.checkpoint.parts.slices import TensorMap
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.format import ParameterGroup
 from automodel_ckpt.convert.formats.torch.torch_objects import describe_archive, plain_values
-from automodel_ckpt.convert.type_aliases import TensorMap, ValueDict, Values
+from automodel_ckpt.errors import unusable
 
 _MODEL_ATTRIBUTE = "model."
 _MAX_STATE_BYTES = 16 << 20
 _OPTION = re.compile(r"param_groups\.([0-9]{1,3})\.(\w+)", re.ASCII)
-_FORMS = "forms"
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,8 @@ def read_run_state(checkpoint: Path) -> RunState | None:
         )
     (name,) = optimizers
     tree = manifest.trees[name]
-    if f"{name}.{_FORMS}" in tree.objects:
-        raise unusable(
-            "the optimizer's state has containers, which other programs do not load",
-            checkpoint,
-            name,
-        )
     options: dict[int, ValueDict] = {}
-    values: ValueDict = {}
+    values = {}
     prefix = f"{name}.state."
     for fqn, blob in tree.objects.items():
         option = _OPTION.fullmatch(fqn.removeprefix(f"{name}."))
@@ -92,8 +86,11 @@ def read_run_state(checkpoint: Path) -> RunState | None:
         for fqn, value in stored.items():
             parameter, _, entry = _without_attribute(fqn.removeprefix(prefix)).rpartition(".")
             if parameter not in parameters:
-                what = "a value in the optimizer's state belongs to no parameter of its groups"
-                raise unusable(what, checkpoint, fqn)
+                raise unusable(
+                    "a value in the optimizer's state belongs to no parameter of its groups",
+                    checkpoint,
+                    fqn,
+                )
             found.setdefault(parameter, {})[entry] = value
         return found
 

@@ -20,10 +20,11 @@ from typing import Any
 from automodel_ckpt.base.other_weights import is_torch_script
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
-from automodel_ckpt.checkpoint.parts.slices import Tensor, shape_fault, whole_tensor
+from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorMap, shape_fault, whole_tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import (
     BIN_FILE,
     BIN_INDEX,
@@ -45,8 +46,7 @@ from automodel_ckpt.convert.formats.torch.torch_objects import (
     views_in,
 )
 from automodel_ckpt.convert.formats.unsupported_files import PICKLE, first_zip_entry
-from automodel_ckpt.convert.type_aliases import TensorMap
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 # The second model and others that accelerate's save_state writes to one directory.
 _OTHER_MODEL = re.compile(r"pytorch_model_[0-9]{1,6}\.bin", re.ASCII)
@@ -122,8 +122,11 @@ class TorchModelDirectory(Format):
         tensors, files = tensors_by_file(path, names, lambda name: models[name].tensors)
         for fqn, name in (weight_map or {}).items():
             if files.get(fqn) != name:
-                what = "the index names a tensor that is not in its file"
-                raise unusable(what, path / BIN_INDEX, f"{fqn} ({name})")
+                raise unusable(
+                    "the index names a tensor that is not in its file",
+                    path / BIN_INDEX,
+                    f"{fqn} ({name})",
+                )
         notes, omitted = reports(
             sum(model.num_others for model in models.values()),
             sum(model.num_values for model in models.values()),
@@ -307,7 +310,7 @@ def tensor_of_view(fqn: str, view: StoredView, archive: Archive, file: str) -> T
     return replace(tensor, slices=(replace(stored, strides=view.strides),))
 
 
-def plain_names(value: dict[Any, Any], names: list[str]) -> dict[str, str]:
+def plain_names(value: dict[Any, Any], names: list[str]) -> TextDict:
     """Return {name in the file: name in the model}: without the names that wrappers and Lightning add.
 
     *value* is the object in the file.

@@ -17,10 +17,10 @@ from types import FunctionType
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.dtypes import CODES, DTYPE_BITS
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict
 from automodel_ckpt.checkpoint.parts.slices import counts
 from automodel_ckpt.checkpoint.pickles.restricted_unpickler import RestrictedUnpickler
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault, archive_ranges
-from automodel_ckpt.convert.type_aliases import Shape, ValueDict
 
 _KEYS = (bool, int, float, str)
 _PLAIN = (*_KEYS, type(None))

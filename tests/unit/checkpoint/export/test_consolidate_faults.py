@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import time
@@ -19,26 +18,15 @@ from automodel_ckpt.checkpoint.export.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.checkpoint.jobs.writer import Export, SharedMemory
-from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, SaveFailed
-from tests.support.models.shards import Chunk, write_checkpoint
+from tests.support.models.shards import write_checkpoint
 from tests.unit.checkpoint.export.test_consolidate import (
-    assert_same,
     consolidated_once,
     loaded,
     pieces_of,
 )
-
-
-def test_a_grid_of_strided_slices_is_put_together(tmp_path: Path) -> None:
-    tensors = {"w": torch.randn(6, 8, 4).bfloat16()}
-    boxes = [Box((i, j, k), (2, 4, 2)) for i, j, k in itertools.product((0, 2, 4), (0, 4), (0, 2))]
-    # A safetensors file contains a name once: each slice is stored in a different shard.
-    pieces = [Chunk("w", box, rank) for rank, box in enumerate(boxes)]
-    write_checkpoint(tmp_path / "c", tensors, pieces)
-    assert_same(consolidate(tmp_path / "c").output, tensors)
-
 
 GB = 10**9
 

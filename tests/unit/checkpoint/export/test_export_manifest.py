@@ -22,7 +22,7 @@ from automodel_ckpt.convert.merging.merged_model import base_tensors
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.model.pretrained_files import verify_base, verify_side_files
-from tests.support.models.shards import bits, cut, raw_bytes, write_checkpoint
+from tests.support.models.shards import bits, cut, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 TENSORS = {
@@ -218,14 +218,6 @@ def test_files_that_do_not_fit_the_manifest_are_not_opened(
         with pytest.raises(CheckpointUnusable) as raised:
             open_it(export)
         assert "export" in str(raised.value)
-
-
-def test_a_part_of_a_row_is_a_slice_too(export: Path) -> None:
-    """Rank 2 holds columns 16..24 of the only row of "b"."""
-    piece = open_source(export).tensors["b"].slices[2]
-    assert (piece.offsets, piece.sizes) == ((0, 16), (1, 8))
-    data = weights_of(export).read_bytes()[piece.start : piece.start + piece.nbytes]
-    assert data == raw_bytes(TENSORS["b"], piece.box)
 
 
 def test_a_manifest_behind_a_link_is_read_only_where_links_are_followed(tmp_path: Path) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import Manifest, discover
 from tests.support.checkpoints import consolidate
-from tests.support.models import tiny
 from tests.support.models.shards import cut, write_checkpoint
 
 Patch = pytest.MonkeyPatch
@@ -44,19 +41,3 @@ def test_every_file_of_an_export_is_on_the_disk_before_it_has_its_name(
     assert any(name.endswith(".safetensors") for name in written)
     assert written <= before
     assert report.output.parent.name in events[events.index("renamed") :]
-
-
-def test_a_model_that_needs_no_export_is_reported_with_its_numbers(tmp_path: Path) -> None:
-    saver = tiny.checkpointer(tmp_path, model_layout="hf")
-    saver.save(discover(tiny.recipe()), step=1, epoch=0)
-    saver.close()
-    checkpoint = tmp_path / "epoch_0_step_1"
-    started = time.monotonic()
-    report = consolidate(checkpoint)
-    assert 0 <= report.seconds <= time.monotonic() - started
-    tensors = Manifest.read(checkpoint).trees["model"].tensors
-    assert report.num_tensors == len(tensors) > 1
-    assert report.num_files == len({tensor.slices[0].file for tensor in tensors.values()})
-    assert report.nbytes == sum(tensor.nbytes for tensor in tensors.values()) > 0
-    assert report.output == checkpoint / "model" and report.checked
-    assert "nothing to do" in report.said and not (report.output / "consolidated").exists()

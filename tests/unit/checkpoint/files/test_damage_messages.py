@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,12 @@ from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts import verify
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
-from automodel_ckpt.cli.ckpt import main as ckpt
-from automodel_ckpt.consolidate import main as consolidate
-from automodel_ckpt.convert.imports import import_checkpoint
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
 from tests.support.models.shards import checkpoint_in
 
 Patch = pytest.MonkeyPatch
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -88,25 +83,6 @@ def test_a_file_of_the_right_size_that_is_nearly_all_hole_is_found_without_readi
     assert "nearly all hole" in problem.what and problem.where == str(path)
 
 
-def test_a_run_none_of_whose_checkpoints_is_complete(checkpoint: Path, capsys: Capture) -> None:
-    (checkpoint / layout.MANIFEST).unlink()
-    assert ckpt(["show", str(checkpoint.parent)]) == 3
-    assert "no complete checkpoint found" in capsys.readouterr().err
-
-
-def test_a_number_of_processes_that_is_none(
-    checkpoint: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
-    monkeypatch.setenv("NPROC_PER_NODE", "two")
-    assert (
-        consolidate(
-            ["--input-dir", str(checkpoint / "model"), "--output-dir", str(checkpoint / "out")]
-        )
-        == 2
-    )
-    assert "not a number of processes" in capsys.readouterr().err
-
-
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: Patch) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("automodel_ckpt"), "propagate", True)
@@ -147,42 +123,6 @@ def test_a_file_that_was_cut_after_it_was_looked_at(tmp_path: Path) -> None:
         os.truncate(shard, 4100)
     with pytest.raises(CheckpointUnusable, match="a file is shorter than the manifest states"):
         tiny.load(tmp_path, tiny.recipe(), verify="none")
-
-
-def hollow(path: Path) -> Path:
-    header, _ = build_header([("w", "F32", [1 << 28])], {"format": "pt"})
-    path.mkdir()
-    (path / "model.safetensors").write_bytes(header)
-    os.truncate(path / "model.safetensors", len(header) + (4 << 28))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("make", "provoke", "said"),
-    [
-        (
-            hollow,
-            lambda path: import_checkpoint.prepare(path, path.parent / "run"),
-            "this file is sparse: nearly all of it is unallocated",
-        ),
-    ],
-)
-def test_a_source_of_weights_that_is_no_use(
-    tmp_path: Path, make: Callable[[Path], Path], provoke: Callable[[Path], object], said: str
-) -> None:
-    source = make(tmp_path / "source")
-    with pytest.raises(CheckpointUnusable, match=said) as caught:
-        provoke(source)
-    assert str(source) in str(caught.value)
-
-
-def test_a_place_to_import_to_that_is_a_file(tmp_path: Path, capsys: Capture) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "model.safetensors").write_bytes(build_header([], {})[0])
-    (tmp_path / "file").touch()
-    assert ckpt(["import", str(source), str(tmp_path / "file/run")]) == 4
-    assert "ENOTDIR" in capsys.readouterr().err
 
 
 def shard(info: object, dtype: str = "F32") -> dict[str, bytes]:

@@ -7,7 +7,6 @@ import json
 import pickle
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 
 from automodel_ckpt.checkpoint.export import files as export_files
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.pickles import pickle_reader
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import (
     Fault,
     archive_ranges,
@@ -64,17 +62,6 @@ def test_an_archive_whose_directory_is_damaged(data: bytes, said: str) -> None:
         archive_ranges(data)
 
 
-def nested(depth: int) -> tuple[object, ...]:
-    return () if depth == 0 else (nested(depth - 1),)
-
-
-class OfAModule(pickle.Pickler):
-    """Refers to what torch has not referred to for years."""
-
-    def persistent_id(self, value: object) -> object:
-        return ("module", "x", "0", "cpu", 1) if isinstance(value, SimpleNamespace) else None
-
-
 def archive_of(program: bytes, **others: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -88,26 +75,6 @@ def archive_of(program: bytes, **others: bytes) -> bytes:
 def program_of(data: bytes) -> bytes:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         return archive.read("archive/data.pkl")
-
-
-def reference() -> bytes:
-    buffer = io.BytesIO()
-    OfAModule(buffer, 2).dump(SimpleNamespace())
-    return archive_of(buffer.getvalue())
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        (saved(nested(pickle_reader.MAX_TUPLES + 2)), "nested more than"),
-        (saved(torch.ones(1).expand(30_000_000)), "is stored in too few bytes"),
-        (reference(), "it refers to a 'module'"),
-        (archive_of(program_of(saved({})), byteorder=b"big"), "a machine of the other byte order"),
-    ],
-)
-def test_state_that_would_cost_more_than_it_holds(data: bytes, said: str) -> None:
-    with pytest.raises(CheckpointUnusable, match=said):
-        pickle_reader.load(data, "here")
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,6 @@ def test_a_list_that_holds_itself_is_no_endless_search() -> None:
     assert list(discover(recipe(loop=loop))) == ["loop.0"]
 
 
-def test_one_object_under_two_names_is_stored_once_under_the_first() -> None:
-    duck = Duck()
-    (item,) = classify(discover(recipe(first=duck, second=duck)))
-    assert (item.name, item.aliases) == ("first", ("second",))
-
-
 def test_what_is_passed_over_is_told_with_the_reason() -> None:
     held = recipe(
         kept=Duck(),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.files.bounded_json import FREE_BYTES
 from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
@@ -77,12 +76,6 @@ def test_every_flipped_bit_is_noticed() -> None:
                 Manifest.parse(bytes(damaged), WHERE)
 
 
-@pytest.mark.parametrize("length", [0, 1, 40, -1, -30])
-def test_a_truncated_manifest_is_noticed(length: int) -> None:
-    with pytest.raises(CheckpointUnusable, match="damaged"):
-        Manifest.parse(example().to_bytes()[:length], WHERE)
-
-
 def resealed(text: bytes) -> bytes:
     """The manifest as an attacker writes it: any content, a fitting digest."""
     head = text[: text.rindex(b'"digest": ')]
@@ -124,26 +117,6 @@ def test_a_manifest_that_lies_is_refused_whatever_its_digest(
         Manifest.parse(resealed(data.replace(old, new, 1)), WHERE)
 
 
-def test_deeply_nested_json_is_refused_without_a_crash() -> None:
-    with pytest.raises(CheckpointUnusable, match="cannot be parsed"):
-        Manifest.parse(resealed(b'{"a":' + b"[" * 200_000 + b',\n"digest": "'), WHERE)
-
-
-def test_a_pipe_in_place_of_the_manifest_does_not_block(tmp_path: Path) -> None:
-    import os
-
-    os.mkfifo(tmp_path / "MANIFEST.json")
-    with pytest.raises(CheckpointUnusable, match="regular file"):
-        Manifest.read(tmp_path)
-
-
-def test_a_link_in_place_of_the_manifest_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere.json").write_bytes(example().to_bytes())
-    (tmp_path / "MANIFEST.json").symlink_to("elsewhere.json")
-    with pytest.raises(CheckpointUnusable, match="cannot be read"):
-        Manifest.read(tmp_path)
-
-
 def of_tensors(names: Iterable[str]) -> Manifest:
     """A manifest of tensors of two floats each."""
     tensors, start = {}, 0
@@ -173,14 +146,6 @@ def test_a_manifest_much_larger_than_the_data_is_read_again(tmp_path: Path) -> N
     (tmp_path / "MANIFEST.json").write_bytes(data)
     assert len(Manifest.read(tmp_path).trees["model"].tensors) == 1000
     assert Summary.read(tmp_path).nbytes == 1000 * 8
-
-
-def test_a_manifest_that_takes_many_times_its_size_once_parsed_is_rejected_unparsed() -> None:
-    element = b"[]"
-    head = b'{"format":"automodel_ckpt","format_version":1,"x":['
-    bomb = head + (element + b",") * (FREE_BYTES // 10 // len(element)) + b'1],\n"digest": "'
-    with pytest.raises(CheckpointUnusable, match="too much memory"):
-        Manifest.parse(resealed(bomb), WHERE)
 
 
 def test_a_checkpoint_that_a_reader_would_reject_is_never_finalized(tmp_path: Path) -> None:
@@ -259,5 +224,5 @@ def test_a_manifest_above_the_limit_is_rejected_before_it_is_read(
     assert Manifest.read(tmp_path) == Manifest.parse(data, WHERE)
     monkeypatch.setattr(manifest_module, "MAX_BYTES", len(data) - 1)
     for read in (Manifest.read, Summary.read):
-        with pytest.raises(CheckpointUnusable, match="too large"):
+        with pytest.raises(CheckpointUnusable, match="exceed the limit"):
             read(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +9,9 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.run import links, resume
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.run import resume
 from tests.support.models import tiny
-
-
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tiny.save(tmp_path_factory.mktemp("run"), tiny.recipe()).path
-    return (path / layout.MANIFEST).read_bytes()
 
 
 def test_restore_from_applies_again_when_the_newest_checkpoint_was_saved_without_it(
@@ -80,59 +71,3 @@ def test_a_checkpoint_of_another_run_that_has_the_same_name_is_another_request(
     tiny.save(run, made, step=30, restore_from="epoch_0_step_10")
     assert not resume.candidates(run, str(run / "epoch_0_step_10")).by_name
     assert resume.candidates(run, str(other / "epoch_0_step_10")).by_name
-
-
-def test_names_are_ordered_by_step_and_strangers_passed_over(tmp_path: Path) -> None:
-    for name in (
-        "epoch_0_step_9",
-        "epoch_1_step_10",
-        "epoch_0_step_10",
-        "epoch_0_step_011",
-        "epoch_0_step_5x",
-        "x",
-    ):
-        (tmp_path / name).mkdir()
-    (tmp_path / "epoch_0_step_99").write_text("a file")
-    os.symlink("epoch_0_step_9", tmp_path / "epoch_0_step_98")
-    names = [str(name) for name in resume.checkpoint_names(tmp_path)]
-    assert names == ["epoch_1_step_10", "epoch_0_step_10", "epoch_0_step_9"]
-
-
-def test_every_link_and_pointer_file_in_the_directory_protects(tmp_path: Path) -> None:
-    for step in range(1, 6):
-        (tmp_path / f"epoch_0_step_{step}" / "model").mkdir(parents=True)
-    (tmp_path / "LATEST").symlink_to("epoch_0_step_1")
-    (tmp_path / "deep").symlink_to(tmp_path / "epoch_0_step_2" / "model")
-    (tmp_path / "LOWEST_VAL.txt").write_text("epoch_0_step_3\n")
-    (tmp_path / "elsewhere").symlink_to("/tmp")
-    (tmp_path / "notes.txt").write_text("epoch_0_step_4 is the good one")
-    assert links.protected_names(tmp_path) == {"epoch_0_step_1", "epoch_0_step_2", "epoch_0_step_3"}
-
-
-def test_a_checkpoint_to_restore_is_named_by_pointer_name_or_path(tmp_path: Path) -> None:
-    for step in (1, 2):
-        (tmp_path / f"epoch_0_step_{step}").mkdir()
-    second = tmp_path / "epoch_0_step_2"
-    commit.point(tmp_path, layout.LATEST, second.name)
-    for name in ("LATEST", second.name, str(second), str(tmp_path / "LATEST")):
-        assert resume.named_checkpoint(tmp_path, name) == second
-    commit.point(tmp_path, layout.LOWEST_VAL, "epoch_0_step_9")
-    for name in ("LOWEST_VAL", "epoch_0_step_9", str(tmp_path / "epoch_0_step_9")):
-        with pytest.raises(CheckpointUnusable, match="does not exist") as caught:
-            resume.named_checkpoint(tmp_path, name)
-        assert "contains epoch_0_step_2, epoch_0_step_1)" in str(caught.value)
-    commit.unpoint(tmp_path, layout.LOWEST_VAL)
-    with pytest.raises(CheckpointUnusable, match="does not exist"):
-        resume.named_checkpoint(tmp_path, "LOWEST_VAL")
-    with pytest.raises(CheckpointUnusable, match=rf"run directory[\s\S]*such as {tmp_path}/LATEST"):
-        resume.named_checkpoint(tmp_path, str(tmp_path))
-
-
-def test_a_pointer_that_is_a_text_file_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "epoch_0_step_2").mkdir()
-    (tmp_path / "LATEST.txt").write_text("epoch_0_step_2\n")
-    target = tmp_path / "epoch_0_step_2"
-    for path in (tmp_path / "LATEST", tmp_path / "LATEST.txt", target):
-        assert resume.pointed_path(path) == target
-    assert resume.pointed_path(tmp_path / "LOWEST_VAL") is None
-    assert resume.named_checkpoint(tmp_path, str(tmp_path / "LATEST.txt")) == target

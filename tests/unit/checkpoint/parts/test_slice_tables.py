@@ -258,14 +258,3 @@ def test_a_deep_verification_lists_the_damage_of_a_table_and_goes_on(
     ]
     assert ckpt(["verify", "--deep", str(path)]) == 3
     assert capsys.readouterr().out.count("the table of the checkpoint's slices is damaged") == 1
-
-
-def test_a_verification_reports_the_damage_of_a_table_of_files_that_all_ranks_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = saved(tmp_path, monkeypatch, **FORMATS["hf"])
-    resealed_table(path, set_field("rank", 1))
-    for found in (verify(path, Manifest.read(path)), verify_deep(path, Manifest.read(path))):
-        assert [problem.where for problem in found] == [str(path / "model/.slices")]
-    assert ckpt(["verify", "--deep", str(path)]) == 3
-    assert capsys.readouterr().out.count("the table of the checkpoint's slices is damaged") == 1

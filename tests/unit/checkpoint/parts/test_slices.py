@@ -28,7 +28,7 @@ def part(array: np.ndarray, box: Box) -> np.ndarray:
     return np.ascontiguousarray(array[index]) if index else array
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(two_boxes())
 def test_copying_the_runs_of_two_boxes_copies_exactly_what_they_share(
     case: tuple[tuple[int, ...], Box, Box],
@@ -49,7 +49,7 @@ def test_copying_the_runs_of_two_boxes_copies_exactly_what_they_share(
     assert bytes(copied) == part(expected, target).tobytes()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(two_boxes())
 def test_two_boxes_tile_a_shape_only_if_every_element_is_in_exactly_one(
     case: tuple[tuple[int, ...], Box, Box],

@@ -70,7 +70,7 @@ FAULTS = {
 }
 
 
-_QUICK = ("throttled", "reply lost", "reset while receiving")
+_QUICK = ("reply lost", "reset while receiving")
 
 
 @pytest.mark.parametrize(

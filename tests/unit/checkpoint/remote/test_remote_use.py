@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,33 +10,7 @@ import pytest
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
-from tests.support.runs.stored_runs import FIRST, SECOND, URL, write_run
-from tests.support.servers.object_store import ObjectStore
-
-
-def test_the_commands_accept_urls(
-    s3: ObjectStore, local: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ckpt(["push", str(local / FIRST), URL]) == 0
-    capsys.readouterr()
-    assert ckpt(["push", str(local), URL, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["url"] == f"{URL}/{SECOND}"
-    assert ckpt(["ls", URL, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [(row["name"], row["complete"]) for row in rows] == [(FIRST, True), (SECOND, True)]
-    s3.requests.clear()
-    assert ckpt(["show", f"{URL}/LATEST", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert ckpt(["show", str(local / SECOND), "--json"]) == 0
-    expected = json.loads(capsys.readouterr().out)
-    assert shown | {"path": ""} == expected | {"path": ""}
-    assert ckpt(["pull", f"{URL}/{FIRST}", str(tmp_path / "pulled")]) == 0
-    assert ckpt(["verify", str(tmp_path / "pulled")]) == 0
-    assert ckpt(["prune", URL, "--keep-last=1", "--dry-run"]) == 0
-    assert f"would remove  {FIRST}" in capsys.readouterr().out
-    assert ckpt(["prune", URL, "--keep-last=1"]) == 0
-    assert ckpt(["ls", f"{URL}/{FIRST}"]) == 3
-    assert ckpt(["push", str(tmp_path), URL]) == 3
+from tests.support.runs.stored_runs import FIRST, write_run
 
 
 def test_a_file_that_the_store_changed_is_found(

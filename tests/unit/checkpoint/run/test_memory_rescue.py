@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch import nn
@@ -16,10 +13,8 @@ from torch import nn
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.memory.directory import GENERATION, MemoryRecord
-from automodel_ckpt.checkpoint.memory.requests import NodeFailed
 from automodel_ckpt.checkpoint.memory.rescue import copy_to_disk
 from automodel_ckpt.checkpoint.memory.save_files import files_below, mark_save, set_aside
-from automodel_ckpt.checkpoint.memory.survey import _complete
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.errors import CheckpointUnusable
@@ -125,55 +120,3 @@ def test_an_older_whole_checkpoint_is_published_if_the_newest_is_incomplete(
         layout.LATEST,
         "epoch_0_step_4",
     ]
-
-
-@pytest.mark.parametrize("place", ["os.rename", "commit.write_by_rename"])
-def test_a_restart_that_is_killed_while_it_reads_from_other_nodes_leaves_no_file_for_the_copy(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    memory.save(6)
-
-    def killed(*paths: Path) -> None:
-        if place != "os.rename":
-            (paths[0].with_name(f".{paths[0].name}")).touch()
-        raise KeyboardInterrupt
-
-    checkpoint, manifest = held_by_first_node(memory, "epoch_0_step_6")
-    monkeypatch.setattr(f"automodel_ckpt.checkpoint.memory.survey.{place}", killed)
-    with pytest.raises(KeyboardInterrupt):
-        _complete(checkpoint)
-    monkeypatch.undo()
-    assert set(files_below(checkpoint.path)) <= manifest.files.keys()
-
-
-def held_by_first_node(
-    memory: Memory, name: str, change: Callable[[bytes], bytes] = bytes
-) -> tuple[Any, Manifest]:
-    """A checkpoint of which the second node has no file, and its manifest. *change* is applied to what is sent."""
-    whole = memory.nodes[0] / name
-    manifest = Manifest.read(whole)
-    checkpoint = SimpleNamespace(
-        path=memory.nodes[1] / name,
-        digest=manifest.digest,
-        manifest_bytes=(whole / layout.MANIFEST).read_bytes(),
-        nodes=SimpleNamespace(own=1),
-        holders={file: [0] for file in manifest.files},
-        read_patiently=lambda file, start, end: change(
-            (memory.nodes[0] / file).read_bytes()[start:end]
-        ),
-    )
-    checkpoint.path.mkdir()
-    mark_save(checkpoint.path, manifest.digest)
-    return checkpoint, manifest
-
-
-def test_a_file_that_another_node_sends_is_verified_on_arrival(memory: Memory) -> None:
-    memory.save(6)
-    checkpoint, _ = held_by_first_node(memory, "epoch_0_step_6", lambda data: data[::-1])
-    with pytest.raises(NodeFailed, match="damaged on its way"):
-        _complete(checkpoint)
-    assert not any((checkpoint.path / file).stat().st_size for file in files_below(checkpoint.path))
-    memory.save(7)
-    checkpoint, _ = held_by_first_node(memory, "epoch_0_step_7")
-    _complete(checkpoint)
-    assert layout.MANIFEST in os.listdir(checkpoint.path)

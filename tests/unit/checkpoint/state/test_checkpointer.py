@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from automodel_ckpt.checkpoint import Checkpointer, Manifest, discover
+from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from tests.support.checkpoints import is_intact
@@ -89,19 +88,6 @@ def test_the_tree_is_that_of_the_contract(tmp_path: Path) -> None:
         "step": 20,
         "val_loss": None,
     }
-
-
-@pytest.mark.parametrize("model_save_format", FORMATS)
-def test_the_slices_of_the_manifest_point_at_the_raw_bytes(
-    tmp_path: Path, model_save_format: Any
-) -> None:
-    made = tiny.recipe(seed=3)
-    path = tiny.save(tmp_path, made, model_save_format=model_save_format).path
-    for fqn, tensor in Manifest.read(path).trees["model"].tensors.items():
-        (piece,) = tensor.slices
-        raw = (path / piece.file).read_bytes()[piece.start : piece.start + piece.nbytes]
-        value = made.model.state_dict()[fqn]
-        assert raw == value.reshape(-1).view(torch.uint8).numpy().tobytes(), fqn
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -204,19 +190,6 @@ def test_weights_only_checkpoints_say_what_they_lack(tmp_path: Path) -> None:
         tiny.load(tmp_path, tiny.recipe())
     allowed = tiny.checkpointer(tmp_path, allow_missing_state=["optimizer", "lr_scheduler"])
     assert allowed.load(discover(tiny.recipe())) is not None
-
-
-def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
-    class Attack:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "hacked"),)
-
-    path = tiny.save(tmp_path / "run", tiny.recipe(tracker=tiny.Counter())).path
-    (path / "tracker.pt").write_bytes(pickle.dumps(Attack()))
-    unchecked = tiny.checkpointer(tmp_path / "run", verify="none")
-    with pytest.raises(CheckpointUnusable, match="not plain data"):
-        unchecked.load(discover(tiny.recipe(tracker=tiny.Counter())))
-    assert not (tmp_path / "hacked").exists()
 
 
 @pytest.mark.parametrize(
@@ -586,57 +559,3 @@ def test_the_export_of_a_save_has_all_tensors_and_verifies(tmp_path: Path) -> No
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert is_intact(exported)
-
-
-def save_losses(saver: Checkpointer, *losses: float) -> None:
-    """Save step 1, 2, ... with these validation losses; the last save is that of the run's end."""
-    state = discover(tiny.recipe())
-    for step, loss in enumerate(losses, start=1):
-        saver.save(
-            state,
-            step=step,
-            epoch=0,
-            config_yaml="",
-            progress={},
-            losses={"step": step, "val_loss": loss},
-            validated=True,
-            last=step == len(losses),
-        )
-
-
-def export_of(root: Path, step: int) -> Path:
-    return root / f"epoch_0_step_{step}" / "model" / "consolidated"
-
-
-def test_the_best_checkpoint_is_exported_once(tmp_path: Path) -> None:
-    saver = tiny.checkpointer(tmp_path, save_consolidated=False, assets={"model": AdapterFiles()})
-    save_losses(saver, 0.5, 1.0)
-    saver.exports.export_best()
-    export = export_of(tmp_path, 1)
-    assert (export / "adapter_model.safetensors").is_file()
-    assert not export_of(tmp_path, 2).exists()
-    inode = export.stat().st_ino
-    saver.exports.export_best()
-    assert export.stat().st_ino == inode
-    assert saver.exports.is_exported(export.parents[1])
-    assert not saver.exports.is_exported(tmp_path / "epoch_0_step_2")
-    saver.close()
-
-
-def test_a_missing_export_is_made_where_the_options_ask_for_it(tmp_path: Path) -> None:
-    saver = tiny.checkpointer(
-        tmp_path / "run", save_consolidated="final", assets={"model": AdapterFiles()}
-    )
-    save_losses(saver, 0.5, 1.0)
-    root = tmp_path / "run"
-    assert export_of(root, 2).is_dir() and not export_of(root, 1).exists()
-    shutil.rmtree(export_of(root, 2))
-    first, second = root / "epoch_0_step_1", root / "epoch_0_step_2"
-    shutil.copytree(second, tmp_path / "other" / second.name)
-    saver.exports.export_if_missing(first, last=False)
-    saver.exports.export_if_missing(tmp_path / "other" / second.name, last=True)
-    for checkpoint in (root / first.name, root / second.name, tmp_path / "other" / second.name):
-        assert not (checkpoint / "model" / "consolidated").exists()
-    saver.exports.export_if_missing(second, last=True)
-    assert export_of(root, 2).is_dir() and not export_of(root, 1).exists()
-    saver.close()

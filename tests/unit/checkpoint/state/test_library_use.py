@@ -154,25 +154,6 @@ def test_paths_of_each_kind_name_one_directory_wherever_the_program_goes(
     ]
 
 
-def test_options_are_read_once(tmp_path: Path) -> None:
-    save(tmp_path / "run", {"model": MODEL})
-    options = CheckpointOptions(
-        keep_last=1,
-        keep_steps=(step for step in [1, 2]),
-        allow_missing_state=(name for name in ["optimizer"]),
-        restore_from=tmp_path / "run" / "epoch_0_step_1",  # type: ignore[arg-type]
-    )
-    checkpointer = Checkpointer(tmp_path / "run", options=options)
-    for _ in range(2):
-        resumed = checkpointer.load(STATE)
-        assert resumed is not None and resumed.step == 1
-    for step in (2, 3, 4):
-        checkpointer.save(STATE, step=step, epoch=0)
-    checkpointer.close()
-    names = sorted(path.name for path in (tmp_path / "run").glob("epoch_*"))
-    assert names == ["epoch_0_step_1", "epoch_0_step_2", "epoch_0_step_4"]
-
-
 def test_a_lost_checkpointer_does_not_hold_the_directory(tmp_path: Path) -> None:
     """A cell of a notebook that creates the checkpointer runs twice."""
     checkpointer = Checkpointer(tmp_path / "run")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_ckpt import Checkpointer
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.pickles import pickle_reader
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
@@ -180,37 +179,6 @@ def test_an_optimizer_that_changes_weights_whatever_happens_resumes_exactly(tmp_
     other.optimizer.step()
 
 
-def test_an_optimizer_of_torch_that_makes_no_state_with_zero_gradients_resumes_exactly(
-    tmp_path: Path,
-) -> None:
-    def made(seed: int) -> dict[str, Any]:
-        torch.manual_seed(seed)
-        model = torch.nn.Embedding(3, 2, sparse=True)
-        return {"model": model, "optimizer": torch.optim.SparseAdam(model.parameters(), lr=0.1)}
-
-    def step(state: dict[str, Any]) -> None:
-        def loss() -> Any:
-            state["optimizer"].zero_grad()
-            value = state["model"](torch.tensor([0, 2])).square().sum()
-            value.backward()
-            return value
-
-        state["optimizer"].step(loss)
-
-    one, other = made(0), made(1)
-    step(one)
-    saver = Checkpointer(tmp_path)
-    saver.save(one, step=1, epoch=0)
-    saver.close()
-    loader = Checkpointer(tmp_path)
-    loader.load(other)
-    loader.close()
-    for state in (one, other):
-        step(state)
-    assert torch.equal(one["model"].weight, other["model"].weight)
-    assert all(parameter.grad is not None for parameter in other["model"].parameters())
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -240,15 +208,6 @@ def test_what_modules_and_optimizers_cannot_have_saved_is_refused_before_trainin
     change(made)
     with pytest.raises(RecipeError, match=said):
         tiny.checkpointer(tmp_path).check(discover(made))
-
-
-def test_a_conjugate_buffer_is_read_back(tmp_path: Path) -> None:
-    made, other = tiny.recipe(), tiny.recipe()
-    made.model.register_buffer("turned", torch.tensor([1 + 2j]).conj())
-    other.model.register_buffer("turned", torch.tensor([0j]).conj())
-    tiny.save(tmp_path, made)
-    tiny.load(tmp_path, other)
-    assert other.model.turned.tolist() == [1 - 2j]
 
 
 # ---------------------------------------------------------------- attributes that come and go
@@ -348,16 +307,6 @@ def test_a_schedules_rates_follow_the_groups_of_their_parameters(tmp_path: Path)
     tiny.train(saved), tiny.train(made)
     rates = [g["lr"] for g in saved.optimizer.param_groups]
     assert [g["lr"] for g in made.optimizer.param_groups] == [rates[1], rates[1], rates[0]]
-
-
-def test_an_attribute_that_became_something_else_is_named(tmp_path: Path) -> None:
-    tiny.save(tmp_path, tiny.recipe(thing=tiny.Counter()))
-    made = tiny.recipe(thing=torch.nn.Linear(1, 1))
-    with pytest.raises(
-        CheckpointUnusable, match=r"~ thing: saved as object, here module(.|\n)*allow_missing_state"
-    ):
-        tiny.load(tmp_path, made)
-    tiny.load(tmp_path, made, allow_missing_state=["thing"])
 
 
 UNSTORABLE = {

@@ -59,13 +59,8 @@ KINDS: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "language model",
-        *(pytest.param(k, marks=pytest.mark.further) for k in KINDS if k != "language model"),
-    ],
-)
+@pytest.mark.further
+@pytest.mark.parametrize("kind", KINDS)
 def test_onnxruntime_computes_what_the_class_of_the_config_computes(
     tmp_path: Path, capsys: Capture, kind: str
 ) -> None:

@@ -286,7 +286,6 @@ def test_any_number_of_ranks_and_any_shapes_are_read(
         (2, {"param_shapes": [{"a": (-1,)}]}, "the shape of a parameter is damaged"),
         (2, {"param_shapes": [{"a": (4,)}, {"a": (4,)}]}, "groups"),
         (2, {"module": {"a": torch.ones(2, 2)}}, "in param_shapes and module are different"),
-        (2, {"dp_world_size": 3}, "of different numbers of ranks"),
         (2, {"mp_world_size": 2}, "tensor parallelism"),
         (2, {"frozen_param_shapes": {"f": (3,)}}, "the part of the parameter 'f'"),
         (

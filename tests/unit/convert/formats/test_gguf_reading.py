@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.cli.ckpt import main
 from tests.support.external_tensors import error_of, values
+from tests.support.models.gguf_models import MODELS, TinyModel
 from tests.support.models.llamas import LLAMA_3_ROPE
-from tools.interop.gguf_models import MODELS, TinyModel
 
 Capture = pytest.CaptureFixture[str]
 BY_NAME = {model.name: model for model in MODELS}
@@ -40,7 +40,12 @@ def written(model: TinyModel, directory: Path, *options: str) -> Path:
 
 @pytest.mark.parametrize(
     "model",
-    [BY_NAME["Qwen 2"], LLAMA_3, BY_NAME["SmolLM 3"], BY_NAME["Gemma 3, linear"]],
+    [
+        LLAMA_3,
+        BY_NAME["SmolLM 3"],
+        pytest.param(BY_NAME["Qwen 2"], marks=pytest.mark.further),
+        pytest.param(BY_NAME["Gemma 3, linear"], marks=pytest.mark.further),
+    ],
     ids=lambda model: model.name,
 )
 def test_a_model_that_was_written_is_read_with_equal_logits(

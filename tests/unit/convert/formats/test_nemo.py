@@ -168,9 +168,6 @@ def test_unpack_needs_an_empty_directory_and_a_known_model(
     assert sorted(os.listdir(tmp_path)) == ["full", "other.tar"]
 
 
-# ---------------------------------------------------------------- tar archives
-
-
 # ---------------------------------------------------------------- several ranks
 
 

@@ -25,7 +25,6 @@ from automodel_ckpt.models.build import build_model
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.quantize import check_not_quantized
 
-Capture = pytest.CaptureFixture[str]
 GROUP = 128
 
 

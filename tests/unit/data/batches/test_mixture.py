@@ -74,38 +74,6 @@ def test_a_longer_epoch_repeats_sources_and_no_weights_use_each_once() -> None:
     assert sorted(ids) == list(range(88))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_resume_on_another_number_of_ranks_continues_the_same_batches(num_workers: int) -> None:
-    first, second = ids_of_epochs(loader(mixture(sources(), WEIGHTS)), 2)
-    whole = first + second
-    before = loader(mixture(sources(), WEIGHTS), num_workers=num_workers)
-    ids: list[int] = []
-    for batch in before:
-        ids += batch.sample_ids
-        before.mark_consumed(batch)
-        if len(ids) == 12:
-            break
-    state = before.state_dict()
-    tokens: dict[int, list[int]] = {}
-    for rank in range(2):
-        after = loader(mixture(sources(), WEIGHTS), rank, 2, num_workers=num_workers)
-        after.load_state_dict(state)
-        continued = []
-        for _ in range(2):
-            for batch in after:
-                continued += batch.sample_ids
-                rows = [row for micro in batch.micro_batches for row in micro["input_ids"].tolist()]
-                assert len(rows) == 2
-                tokens[batch.epoch * 100 + batch.index] = (
-                    tokens.get(batch.epoch * 100 + batch.index, []) + rows
-                )
-                after.mark_consumed(batch)
-        assert ids + continued == whole
-    dataset = mixture(sources(), WEIGHTS)
-    flat = [row for key in sorted(tokens) for row in tokens[key]]
-    assert flat == [dataset[number]["input_ids"] for number in whole[12:]]
-
-
 def test_each_source_is_packed_separately() -> None:
     dataset = for_each_source(mixture(sources(), WEIGHTS), lambda each: PackedDataset(each, 16))
     assert [len(each) for each in dataset.sources.values()] == [15, 4, 25]

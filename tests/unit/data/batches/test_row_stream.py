@@ -133,7 +133,7 @@ def test_a_resume_is_exact_wherever_it_was_stopped(
     tokenizer: Any, documents: str, shuffle: bool, num_workers: int
 ) -> None:
     whole = rows_of(tokenizer, train(loader(tokenizer, documents, shuffle=shuffle), 14))
-    stops = (2, 6) if num_workers else range(1, 13)
+    stops = (6,) if num_workers else range(1, 13)
     for stop in stops:
         first = loader(tokenizer, documents, shuffle=shuffle, num_workers=num_workers)
         second = loader(

@@ -126,56 +126,9 @@ def test_a_conversation_may_begin_with_the_assistant(
 
 
 @pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        ({"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "four"}),
-        ({"role": "human", "content": "2 + 2"}, {"role": "gpt", "content": "four"}),
-        ({"role": "user", "value": "2 + 2"}, {"role": "assistant", "value": "four"}),
-        ({"role": "user", "text": "2 + 2"}, {"role": "assistant", "text": "four"}),
-        ({"from": "human", "text": "2 + 2"}, {"from": "assistant", "content": "four"}),
-        ({"role": "user", "content": None, "text": "2 + 2"}, {"from": "gpt", "value": "four"}),
-    ],
-)
-@pytest.mark.parametrize("builder", [messages, prompt_completion])
-def test_usual_names_of_roles_and_texts_are_read(
-    tokenizer: Any, tmp_path: Path, builder: Any, question: Any, answer: Any
-) -> None:
-    row = {"messages": [question, answer], "prompt": [question], "completion": [answer]}
-    usual = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "four"}]
-    expected = {"messages": usual, "prompt": usual[:1], "completion": usual[1:]}
-    path = write(tmp_path, row, expected)
-    first, second = builder(tokenizer, path, chat_template=PLAIN)
-    assert first == second
-    assert labeled(tokenizer, first) == ["four</s>\n"]
-
-
-@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss"])
-@pytest.mark.parametrize("value", [False, 0])
-def test_a_turn_that_another_program_excludes_has_no_label(
-    tokenizer: Any, tmp_path: Path, key: str, value: Any
-) -> None:
-    talk = [{**TALK[1], key: value}, {**TALK[2], key: value}, TALK[3], {**TALK[4], key: True}]
-    path = write(tmp_path, {"messages": talk})
-    for template in (PLAIN, MARKED):
-        sample = messages(tokenizer, path, chat_template=template)[0]
-        assert [text.strip() for text in labeled(tokenizer, sample)] == ["because</s>"]
-
-
-CALLING = {"role": "assistant", "content": "a look", "tool_calls": [CALL]}
-
-
-@pytest.mark.parametrize(
     ("talk", "template", "note"),
     [
         ([TALK[1], TALK[2] | {"mood": 1}], PLAIN, "messages with the key 'mood'"),
-        ([{"role": "usr", "content": "x"}, TALK[2]], PLAIN, "messages with the role 'usr'"),
-        ([TALK[1], TALK[2] | {"reasoning_content": "hm"}], PLAIN, "text or reasoning that"),
-        (
-            [TALK[1], CALLING],
-            PLAIN.replace("if m.content ", "if not m.tool_calls "),
-            "text or reasoning that",
-        ),
-        ([{"role": "user", "content": "a </s> b"}, TALK[2]], PLAIN, "special tokens in the text"),
         ([TALK[1], {"role": "assistant", "content": "a</s>b"}], MARKED, "special tokens in"),
         (
             TALK[1:3],
@@ -204,18 +157,6 @@ def test_what_a_user_should_know_about_conversations_is_counted(
         assert len(warnings) == (note is not None), warnings
         if note is not None:
             assert f"rows.jsonl: 2 samples have {note}" in warnings[0]
-
-
-def test_rows_with_tools_get_the_template_for_tools(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(400)
-    plain = PLAIN.partition("{% endif %}")[2]
-    tokenizer.chat_template = {"default": plain, "tool_use": PLAIN}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    rows = [{"messages": TALK, "tools": [tool]}, {"messages": TALK, "tools": []}]
-    with_tools, without = messages(tokenizer, write(tmp_path, *rows))
-    assert tokenizer.decode(with_tools["input_ids"]).startswith("<s>tools")
-    assert tokenizer.decode(without["input_ids"]).startswith("<s>system")
-    assert labeled(tokenizer, with_tools) == labeled(tokenizer, without)
 
 
 def test_tools_and_calls_reach_the_template_without_what_the_table_added(

@@ -19,7 +19,7 @@ from automodel_ckpt.errors import RecipeError
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 from tests.unit.data.toys import jsonl
 
-NUM_ROWS = 230
+NUM_ROWS = 150
 
 
 def row(number: int) -> dict[str, Any]:
@@ -76,29 +76,29 @@ def test_the_first_unusable_row_is_reported_with_its_line(
     chat_tokenizer: Any, workers: Callable[[int], None], tmp_path: Path
 ) -> None:
     rows = [row(number) for number in range(NUM_ROWS)]
-    rows[111]["messages"] = [{"role": "user", "content": "no answer"}]
-    rows[190]["messages"] = "not a conversation"
-    rows[150]["completion"] = None
+    rows[71]["messages"] = [{"role": "user", "content": "no answer"}]
+    rows[130]["messages"] = "not a conversation"
+    rows[95]["completion"] = None
     path = jsonl(tmp_path / "bad.jsonl", *rows)
     workers(3)
-    with pytest.raises(RecipeError, match=f"{path}:112"):
+    with pytest.raises(RecipeError, match=f"{path}:72"):
         messages(chat_tokenizer, path)
     with pytest.raises(RecipeError, match="field completion of a sample is missing") as error:
         prompt_completion(chat_tokenizer, path)
-    assert f"{path}:151" in str(error.value)
+    assert f"{path}:96" in str(error.value)
 
 
 def test_one_error_counts_the_long_samples_of_all_parts(
     tokenizer: Any, workers: Callable[[int], None], tmp_path: Path
 ) -> None:
     rows = [row(number) for number in range(NUM_ROWS)]
-    for number in (3, 77, 140, 229):
+    for number in (3, 57, 80, 149):
         rows[number]["completion"] = "a long answer " * 100
     path = jsonl(tmp_path / "long.jsonl", *rows)
     found = []
     for count in (1, 2):
         workers(count)
-        with pytest.raises(RecipeError, match="4 of 230 samples") as error:
+        with pytest.raises(RecipeError, match="4 of 150 samples") as error:
             text(tokenizer, path, 200, field="completion")
         found.append(str(error.value))
     assert found[0] == found[1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoConfig
@@ -143,6 +143,7 @@ def the_mask(**wanted: Any) -> torch.Tensor:
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=6)
 
 
+@settings(max_examples=30)
 @given(LENGTHS, st.sampled_from([*KINDS]), st.integers(2, 10))
 def test_documents_say_what_the_mask_says(lengths: list[int], kind: str, width: int) -> None:
     wanted = asked_for(kind, lengths, width)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.masking_utils import (
@@ -52,6 +52,7 @@ def asked_for(kind: str, positions: torch.Tensor, **more: Any) -> dict[str, Any]
     return found[0]
 
 
+@settings(max_examples=30)
 @given(LENGTHS, st.sampled_from([*KINDS]))
 def test_documents_are_those_that_the_device_would_find(lengths: list[int], kind: str) -> None:
     on_host = positions_of(lengths)

@@ -238,27 +238,6 @@ def test_a_finished_model_that_caps_its_attention_scores_gets_an_attention_with_
     assert not caplog.records
 
 
-def test_the_part_of_a_part_that_caps_its_attention_scores_gets_eager_attention() -> None:
-    text = {**GEMMA2, "attn_logit_softcapping": 50.0}
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
-    encoder = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
-    config = AutoConfig.for_model(
-        "t5gemma2", encoder=encoder, decoder=text, eoi_token_index=94, image_token_index=95
-    )
-    model = build_model(config, auto_class=transformers.AutoModelForSeq2SeqLM)
-    found = {
-        (type(layer).__name__, layer.config._attn_implementation)
-        for layer in model.modules()
-        if type(layer).__name__.endswith("Attention") and hasattr(layer, "config")
-    }
-    assert found == {
-        ("T5Gemma2SelfAttention", "eager"),
-        ("T5Gemma2MergedAttention", "eager"),
-        ("SiglipAttention", "sdpa"),
-    }
-
-
 def test_patterns_of_parameters_that_a_model_may_lack_are_allowed_on_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -18,6 +18,11 @@ from automodel_ckpt.models.inspect.vision import AutoMultimodalModel, image_toke
 from automodel_ckpt.models.layers.freezing import freeze
 from tests.support.models.vision import FAMILIES, make_base
 
+FEW_OF_FAMILIES = [
+    pytest.param(family, marks=[] if family in ("llava", "qwen2_5_vl") else [pytest.mark.further])
+    for family in FAMILIES
+]
+
 
 def model_of(family: str) -> Any:
     config, _ = FAMILIES[family]()
@@ -25,7 +30,7 @@ def model_of(family: str) -> Any:
     return AutoModelForImageTextToText.from_config(config)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_OF_FAMILIES)
 def test_every_parameter_belongs_to_one_part_of_the_model(family: str) -> None:
     names = [name for name, _ in model_of(family).named_parameters()]
     parts = {
@@ -45,7 +50,7 @@ def test_a_projector_inside_the_vision_tower_is_a_projector() -> None:
     assert parameters_of("vision_tower", names) == names[1:2]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_OF_FAMILIES)
 def test_parts_are_frozen_by_their_names(family: str) -> None:
     model = model_of(family)
     freeze(model, ["vision_tower", "projector"])
@@ -68,7 +73,7 @@ def test_the_class_of_a_repository_with_code_can_be_registered() -> None:
     assert type(AutoMultimodalModel.from_config(config())) is model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_OF_FAMILIES)
 def test_names_in_files_are_those_that_transformers_saves(family: str, tmp_path: Path) -> None:
     base = make_base(tmp_path, family)
     with safe_open(base / "model.safetensors", "pt") as file:

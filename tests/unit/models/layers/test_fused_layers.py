@@ -322,7 +322,7 @@ def test_layers_with_hooks_or_changed_parts_are_left_to_peft(
     assert len(called) == len(layers)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.further)])
 def test_layers_may_get_no_tokens(compiled: bool) -> None:
     # As an expert does to which no token was sent.
     model = adapted()

@@ -76,13 +76,14 @@ def test_by_default_there_are_about_25_lines_and_one_in_ten_minutes() -> None:
             clock.now += seconds
         shown = [int(text[4:].partition("/")[0]) for text in stream.getvalue().splitlines()]
         assert shown == expected
-    assert re.search(r"  ends (... )?\d\d:\d\d$", stream.getvalue().splitlines()[0])
+    assert re.search(r"  ends (... \d\d )?\d\d:\d\d$", stream.getvalue().splitlines()[0])
 
 
 def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
     stream, clock = Terminal(), Clock()
     line = progress(stream, clock)
     line.note_saved(20)
@@ -98,12 +99,17 @@ def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
     live, rest = last.split("\r\x1b[K")
     assert live.endswith("saved 20, 1 min 30 s ago")
     assert rest == ""
+    # A terminal that cannot rewrite a line.
+    monkeypatch.setenv("TERM", "dumb")
+    progress(dumb := Terminal(), clock).update(line_of(20), 0.5)
+    assert dumb.getvalue() == f"{printed}\n"
 
 
 def test_lines_have_a_time_and_break_between_words_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "41")
+    monkeypatch.setenv("TERM", "xterm")
     screen, file = Terminal(), io.StringIO()
     message = (
         "step 20: validation loss 2.4000; run `ckpt ls checkpoints` to see it\n  to export it: "

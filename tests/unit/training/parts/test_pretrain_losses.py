@@ -25,7 +25,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("mode", reference.MODES)
+@pytest.mark.parametrize(
+    "mode", ["split", "across", pytest.param("whole", marks=pytest.mark.further)]
+)
 def test_the_losses_of_ten_steps_are_those_of_a_plain_loop(
     tmp_path: Path, data: Path, mode: str
 ) -> None:

@@ -30,44 +30,36 @@ STEP_LR = "  _target_: torch.optim.lr_scheduler.StepLR\n  step_size: 2\n"
 GROUPS = "  lr: 1e-2\n  groups: [{params: ['*.embed_tokens.*'], lr: 1e-3}]\n"
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ("optimizer.lr=5e-3",),
-        ("optimizer.weight_decay=0.5", "optimizer.betas=[0.8, 0.9]"),
-        pytest.param(("optimizer.groups.0.lr=1e-4",), marks=pytest.mark.further),
-        ("seed=8", "dataloader.shuffle=false"),
-        ("lr_scheduler.gamma=0.25",),
-        ("init_from.path=RUN/other",),
-    ],
-    ids=lambda given: given[-1].partition("=")[0],
-)
+@pytest.mark.parametrize("follows", [True, False], ids=["optimizer", "data and start"])
 def test_a_resume_without_the_overrides_of_the_start_records_them_and_accepts_them_again(
-    given: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    follows: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = training.RECIPE.replace("  lr: 1e-2\n", GROUPS)
-    if given[0].startswith("lr_scheduler"):
-        text = text.replace(NAMED, STEP_LR)
+    text = training.RECIPE.replace("  lr: 1e-2\n", GROUPS).replace(NAMED, STEP_LR)
+    text += "checkpoint: {save_consolidated: false}\n"
     run, recipe = tmp_path / "run", training.write_recipe(tmp_path, text)
-    common = [str(recipe), "--step_scheduler.ckpt_every_steps=2"]
+    given = [f"init_from.path={tmp_path}/other", "seed=8", "dataloader.shuffle=false"]
+    if follows:
+        given = ["optimizer.lr=5e-3", "optimizer.weight_decay=0.5", "optimizer.betas=[0.8, 0.9]"]
+        given += ["optimizer.groups.0.lr=1e-4", "lr_scheduler.gamma=0.25"]
 
     def start(*overrides: str, to: Path = run) -> int:
-        steps = [f"--{each.replace('RUN', str(tmp_path))}" for each in overrides]
-        return ckpt_train([*common, f"--checkpoint.checkpoint_dir={to}", *steps])
+        common = [str(recipe), "--step_scheduler.ckpt_every_steps=2"]
+        common.append(f"--checkpoint.checkpoint_dir={to}")
+        return ckpt_train([*common, *(f"--{each}" for each in overrides)])
 
-    if given[0].startswith("init_from"):
+    if not follows:
         assert start("step_scheduler.max_steps=1", to=tmp_path / "other") == 0
     assert start(*given, "step_scheduler.max_steps=2") == 0
     capfd.readouterr()
     assert start("step_scheduler.max_steps=4") == 0
     log = capfd.readouterr().err
-    assert "not applied: the run keeps" in log
-    follows = given[0].startswith(("optimizer", "lr_scheduler"))
+    assert log.count("not applied: the run keeps") == len(given)
     assert ("optimizer.on_resume: recipe applies the new value" in log) == follows
     first, second = (yaml_of(run / f"epoch_0_step_{step}") for step in (2, 4))
     assert second.replace("max_steps: 4", "max_steps: 2") == first
     assert ckpt(["diff", str(run / "epoch_0_step_2"), str(run / "epoch_0_step_4")]) == 0
-    assert given[-1].partition("=")[0] not in capfd.readouterr().out
+    compared = capfd.readouterr().out
+    assert not [each for each in given if each.partition("=")[0] in compared]
     assert start(*given, "step_scheduler.max_steps=5") == 0
 
 

@@ -22,7 +22,7 @@ from automodel_ckpt.convert.targets.flow import export_to
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_model
 from automodel_ckpt.training.parts.init_from import inspect_start, start_from
-from tools.interop.gguf_models import MODELS
+from tests.support.models.gguf_models import MODELS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"

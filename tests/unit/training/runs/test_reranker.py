@@ -41,7 +41,10 @@ def scored(export: Path, row: dict[str, Any], template: str | None) -> torch.Ten
     return torch.stack(scores)
 
 
-@pytest.mark.parametrize(("kind", "template"), [("bert", None), ("llama", TEMPLATE)])
+@pytest.mark.parametrize(
+    ("kind", "template"),
+    [("bert", None), pytest.param("llama", TEMPLATE, marks=pytest.mark.further)],
+)
 def test_the_loss_is_that_of_choosing_the_first_document_and_exports_have_its_scores(
     tmp_path: Path, kind: str, template: str | None
 ) -> None:

@@ -19,21 +19,11 @@ from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.values.records import Control, LossSum, Number
-from tools.crash.marks import MICRO_BATCH_SECONDS, hang, mark
+from tests.support.runs.marks import MICRO_BATCH_SECONDS, hang, mark
 
 
 class MarkedSaves(Saves):
-    """Marks when a save begins, when it returns, and when its checkpoint is published; in between it can ``hang``."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        flush = self._run_log.flush
-
-        def flush_after_hang() -> None:
-            hang("save")
-            flush()
-
-        self._run_log.flush = flush_after_hang  # type: ignore[method-assign]
+    """Marks when a save begins, when it returns, and when its checkpoint is published."""
 
     def save_now(self, *arguments: Any, **options: Any) -> SaveReport:
         mark("save", self._scheduler.step)
@@ -60,7 +50,6 @@ class MarkedObjective(Objective):
             hang("step")
         else:
             mark("validation")
-            hang("validation")
         time.sleep(MICRO_BATCH_SECONDS)
         return super().loss(micro_batch)
 

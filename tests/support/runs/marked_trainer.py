@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from tools.support import ROOT, environment
 
 
 class Mark(NamedTuple):
-    """A line of a rank's marks (:mod:`tools.crash.marks`)."""
+    """A line of a rank's marks (:mod:`tests.support.runs.marks`)."""
 
     seconds: float
     name: str
@@ -33,7 +33,6 @@ class Trainer:
     variables: Mapping[str, str]
     pid: int = 0
     code: int | None = None
-    _marks: dict[int, tuple[int, list[Mark]]] = field(default_factory=dict)
 
     def __enter__(self) -> Trainer:
         (self.directory / "tmp").mkdir(parents=True)
@@ -65,19 +64,11 @@ class Trainer:
 
     def marks(self, rank: int) -> list[Mark]:
         """What this rank has noted so far."""
-        done, known = self._marks.get(rank, (0, []))
-        try:
-            with (self.directory / f"marks_{rank}").open() as file:
-                file.seek(done)
-                text = file.read()
-        except FileNotFoundError:
-            return known
+        path = self.directory / f"marks_{rank}"
+        text = path.read_text() if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
-        for line in whole.splitlines():
-            seconds, name, step = line.split()
-            known.append(Mark(float(seconds), name, int(step)))
-        self._marks[rank] = (done + len(whole), known)
-        return known
+        fields = [line.split() for line in whole.splitlines()]
+        return [Mark(float(seconds), name, int(step)) for seconds, name, step in fields]
 
     def orphans(self, seconds: float = 2.0) -> list[int]:
         """Processes of the command that are left so long after its end."""
