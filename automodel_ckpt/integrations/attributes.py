@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.checkpoint.formats.description import is_sharded
 from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.errors import RecipeError
 
@@ -173,7 +173,7 @@ def _plain(value: Any) -> Any:
     """Return *value* as plain data. Raises :class:`_Opaque` for objects without state."""
     if isinstance(value, torch.Generator):
         return value.get_state()
-    if isinstance(value, DTensor):
+    if is_sharded(value):
         return value.to_local()
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return _plain(value.state_dict())

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.checkpoint.files.layout import BUFFERS, FROZEN
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict, Values
-from automodel_ckpt.checkpoint.formats.description import local_box, local_tensor
+from automodel_ckpt.checkpoint.formats.description import is_sharded, local_box, local_tensor
 from automodel_ckpt.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -93,6 +91,8 @@ def model_state_dict(module: nn.Module, *, detached: bool = True) -> ValueDict:
     """
     inner = unwrap(module)
     if not has_plain_names(inner):
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
         return dict(get_model_state_dict(module))
     with torch.no_grad():
         # Detaching thousands of DTensors takes as long as writing them.
@@ -228,7 +228,7 @@ def _rows_here(fqn: str, value: Tensor, parts: Mapping[str, RowPart]) -> Iterato
 
     Raises :class:`RecipeError` where the tensor is sharded in another dimension.
     """
-    placements = value.placements if isinstance(value, DTensor) else ()
+    placements = value.placements if is_sharded(value) else ()
     if any(placement.is_shard() and not placement.is_shard(0) for placement in placements):
         raise RecipeError(
             "experts are sharded across ranks, but a checkpoint stores each expert whole",
