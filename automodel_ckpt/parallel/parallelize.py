@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
@@ -27,12 +28,12 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.mesh import RankLayout, build_mesh, mesh_of, shards_of
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.model_layers import separate_ends, untied_layers
-from automodel_ckpt.parallel.running_statistics import check_statistics
 from automodel_ckpt.parallel.unused_gradients import may_vary
 
 if TYPE_CHECKING:
     from automodel_ckpt.parallel.tensor_plan import Plan
 
+log = logging.getLogger("automodel_ckpt")
 
 # FSDP2 warns that an in-place operation on an output that is a view, such as gathered logits, would lose gradients.
 # Nothing modifies them in place.
@@ -104,8 +105,6 @@ def parallelize(
         apply_plan(model, plan, mesh["tp"], sequence_parallel=how.sequence_parallel)
     if mesh is not None and strategy == "fsdp2":
         is_one_rank = layout.sizes.world == 1 and not how.cpu_offload
-        if layout.sizes.world > 1 and _is_trained(model):
-            check_statistics(model)
         # In bfloat16, each addition over the ranks would be rounded to 8 significant bits.
         reduce_dtype = torch.float32 if how.compute_dtype else None
         options: dict[str, Any] = {
@@ -133,6 +132,11 @@ def parallelize(
 
 
 def _replicate(model: nn.Module, layout: RankLayout) -> nn.Module:
+    varies = may_vary(model)
+    if varies:
+        log.debug(
+            "batches may use different parameters of this model: ddp looks for unused ones in each step"
+        )
     from automodel_ckpt.parallel.fixed_buckets import FixedBucketsDDP
 
     return FixedBucketsDDP(
@@ -141,7 +145,7 @@ def _replicate(model: nn.Module, layout: RankLayout) -> nn.Module:
         # Views save a copy of all gradients, but detach_() fails on them (torch's documentation of DDP).
         gradient_as_bucket_view=True,
         # DDP then looks for unused parameters in each step. Otherwise, it would wait for their gradients.
-        find_unused_parameters=may_vary(model),
+        find_unused_parameters=varies,
     )
 
 

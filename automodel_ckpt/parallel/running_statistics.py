@@ -1,13 +1,13 @@
-"""The running means and variances of batch normalization: frozen layers keep them, and fsdp2 does not train them."""
+"""The running means and variances of batch normalization: of layers that are not trained, and on several ranks."""
 
 from __future__ import annotations
 
 import logging
 from types import MethodType
 
-from torch import nn
-
-from automodel_ckpt.errors import RecipeError
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -37,19 +37,28 @@ def _unchanged(layer: nn.Module, mode: bool = True) -> nn.Module:
     return layer
 
 
-def check_statistics(model: nn.Module) -> None:
-    """Raise :class:`RecipeError` for layers of batch normalization that are trained: fsdp2 does not equalize them.
+class RunningStatistics:
+    """The statistics that training changes. After each step, all ranks have rank 0's statistics, as with DDP.
 
-    Ranks would evaluate with different statistics, and continue with rank 0's, which are saved.
+    Otherwise, ranks would evaluate with different ones, and continue with rank 0's, which are saved.
     """
-    trained = [layer for layer in _layers_with_statistics(model) if layer.training]
-    if trained:
-        raise RecipeError(
-            "fsdp2 does not train layers of batch normalization on several ranks",
-            where="distributed.strategy",
-            value=f"fsdp2, {len(trained)} such layers",
-            hint="set distributed.strategy to ddp, or freeze the layers (model.freeze)",
-        )
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = _layers_with_statistics(model)
+
+    def equalize(self) -> None:
+        """A collective for models with such layers, called after the forward passes of a step."""
+        buffers: list[Tensor] = []
+        for layer in self._layers:
+            if layer.training:
+                buffers += [layer.get_buffer("running_mean"), layer.get_buffer("running_var")]
+        if not buffers:
+            return
+        together = torch.cat([each.double() for each in buffers])
+        dist.broadcast(together, 0)
+        parts = torch.split(together, [each.numel() for each in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part)
 
 
 def _layers_with_statistics(model: nn.Module) -> list[nn.Module]:

@@ -18,6 +18,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.loss.causal import check_scalar
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import gradient_sync
+from automodel_ckpt.parallel.running_statistics import RunningStatistics
 from automodel_ckpt.parallel.unused_gradients import UnusedGradients, check_call_order
 from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.values.records import AUX_LOSS, LossSum, Number
@@ -69,8 +70,11 @@ class GradientAccumulation:
         self._keeps_on_device: bool = loop.runs_ahead
         in_stages = self._stage is not None
         self._unused = UnusedGradients(self._model, layout.gloo_group, in_stages=in_stages)
+        self._statistics: RunningStatistics | None = None
         if not in_stages:
             check_call_order(self._model, layout.gloo_group)
+            if layout.world_size > 1:
+                self._statistics = RunningStatistics(self._model)
         self._overwrites_outputs = trainable.overwrites_outputs
         self._copied: dict[int, Tensor] = {}
         self._is_checked = False
@@ -111,6 +115,8 @@ class GradientAccumulation:
         # References would keep the gradients after the optimizer's step.
         self._copied = {}
         self._unused.remove()
+        if self._statistics is not None:
+            self._statistics.equalize()
         # After all backward passes: elsewhere than on a GPU, float() waits for the value.
         self._sum_metrics(results)
         return sum_losses([result.loss.detach() for result in results])

@@ -35,6 +35,8 @@ _BINDING = (
     "parameters",
     "saved",
 )
+_NEW_SETTINGS: Values = {"parameters": [], "ranks": {}, "alphas": {}}
+"""The values of settings that checkpoints of earlier versions do not have."""
 
 
 class AdapterAssets:
@@ -170,8 +172,9 @@ class AdapterAssets:
         saved, here = recorded["adapter"], json.loads(_json(self._description))
         lines = []
         for key in _BINDING:
-            if saved.get(key) != here[key]:
-                lines.append(f"{key}: saved {saved.get(key)}, here {here[key]}")
+            before = saved.get(key, _NEW_SETTINGS.get(key))
+            if before != here[key]:
+                lines.append(f"{key}: saved {before}, here {here[key]}")
         if lines:
             raise unusable(
                 "the checkpoint's adapters do not match this run",

@@ -228,12 +228,14 @@ def main() -> int:
     if network := given.pop("network"):
         enter_network(network)
     steps = StepSchedulerConfig(stop_signals=given.pop("stop_signals"))
-    loaded = SimpleNamespace(
-        config=SimpleNamespace(
-            case=given.pop("case"), notes=given.pop("notes"), step_scheduler=steps
-        )
+    config = SimpleNamespace(
+        case=given.pop("case"),
+        notes=given.pop("notes"),
+        step_scheduler=steps,
+        distributed=SimpleNamespace(backend="gloo"),
+        checkpoint=SimpleNamespace(memory=None),
     )
-    loaded.to_yaml = lambda: ""
+    loaded: Any = SimpleNamespace(config=config, origins={}, overridden=(), to_yaml=lambda: "")
     flags = LaunchFlags(**{name: value for name, value in given.items() if value is not None})
 
     def prepare() -> tuple[Any, type[FakeRecipe]]:

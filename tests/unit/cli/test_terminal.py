@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint.parts import verify as verify_module
 from automodel_ckpt.cli.ckpt import main, parser
+from automodel_ckpt.cli.commands import verify as verify_module
 from automodel_ckpt.cli.common.arguments import PATHS
 from automodel_ckpt.cli.common.terminal import colored, printable, table
 from automodel_ckpt.errors import Problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -190,6 +191,19 @@ def test_weights_only_checkpoints_say_what_they_lack(tmp_path: Path) -> None:
         tiny.load(tmp_path, tiny.recipe())
     allowed = tiny.checkpointer(tmp_path, allow_missing_state=["optimizer", "lr_scheduler"])
     assert allowed.load(discover(tiny.recipe())) is not None
+
+
+def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "hacked"),)
+
+    path = tiny.save(tmp_path / "run", tiny.recipe(tracker=tiny.Counter())).path
+    (path / "tracker.pt").write_bytes(pickle.dumps(Attack()))
+    unchecked = tiny.checkpointer(tmp_path / "run", verify="none")
+    with pytest.raises(CheckpointUnusable, match="not plain data"):
+        unchecked.load(discover(tiny.recipe(tracker=tiny.Counter())))
+    assert not (tmp_path / "hacked").exists()
 
 
 @pytest.mark.parametrize(
