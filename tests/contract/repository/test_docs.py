@@ -8,8 +8,8 @@ examples, a server with the Hub's HTTP API. A small model with the name of one o
 
 from __future__ import annotations
 
-import json
 import importlib.util
+import json
 import os
 import re
 import shutil
