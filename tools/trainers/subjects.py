@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset  # type: ignore[import-untyped]
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -48,7 +48,8 @@ def write_base(directory: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=special[2]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     names = dict(zip(("pad_token", "eos_token", "unk_token"), special, strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(directory)
+    make: Any = PreTrainedTokenizerFast  # it has no annotations
+    make(tokenizer_object=tokenizer, **names).save_pretrained(directory)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(words),
@@ -118,20 +119,21 @@ def _trl(kind: str) -> Callable[[Path, str, bool], Trainer]:
 def _run_trainer(
     build: Callable[..., Trainer], lora: bool, base: Path, run: Path, ours: bool
 ) -> nn.Module:
-    trainer = build(base, str(run / "theirs"), lora)
+    trainer: Any = build(base, str(run / "theirs"), lora)
     compute_loss = trainer.compute_loss
 
     def recorded(model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         record(run, trainer.state.global_step, inputs)
         return compute_loss(model, inputs, *args, **kwargs)
 
-    trainer.compute_loss = recorded  # type: ignore[method-assign]
+    trainer.compute_loss = recorded
     if ours:
         callback = CheckpointCallback(run / "ours", CheckpointOptions(keep_last=2))
         trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=callback.resume(trainer))
     else:
-        found = get_last_checkpoint(run / "theirs") if (run / "theirs").exists() else None
+        last: Any = get_last_checkpoint
+        found = last(run / "theirs") if (run / "theirs").exists() else None
         trainer.train(resume_from_checkpoint=found)
     logs = [
         {key: value for key, value in entry.items() if not _is_measured(key)}
@@ -196,7 +198,8 @@ class _Batches:
     def __iter__(self) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(self.given // len(self))
         order = torch.randperm(NUM_ROWS, generator=generator)
-        for rows in order.split(4)[self.given % len(self) :]:
+        parts: Any = order.split(4)  # type: ignore[no-untyped-call]
+        for rows in parts[self.given % len(self) :]:
             self.given += 1
             yield rows[:, None] + torch.arange(3, 9)
 
