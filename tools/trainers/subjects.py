@@ -138,6 +138,8 @@ def _run_trainer(
     logs = [
         {key: value for key, value in entry.items() if not _is_measured(key)}
         for entry in trainer.state.log_history
+        # A run that was killed when it was complete logs its summary twice.
+        if "train_runtime" not in entry
     ]
     (run / "logs.json").write_text(json.dumps(logs))
     model: nn.Module = trainer.model
