@@ -14,6 +14,7 @@ NEWEST := .venv-newest
 TRITON := .venv-triton
 TORCHAO := .venv-torchao
 HARNESS := .venv-harness
+TRAINERS := .venv-trainers
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 AUTOMODEL_TOOL ?=
@@ -152,6 +153,16 @@ $(HARNESS)/.ready: $(STAMP)
 harness: $(HARNESS)/.ready  ## `ckpt eval` and `evaluation.harness` with lm-evaluation-harness and local tasks: two minutes
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(HARNESS)/bin/python -m pytest -q tests/unit/cli/test_eval.py tests/contract/test_benchmarks.py
 
+$(TRAINERS)/.ready: $(STAMP)
+	@$(BIN)/python -m venv $(TRAINERS)
+	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $$(echo $(TRAINERS)/lib/python*/site-packages)/trainer.pth
+	@$(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt trl lightning
+	@touch $@
+
+trainers: $(TRAINERS)/.ready  ## what kills cost in Trainer, TRL and Lightning, with their checkpoints and ours, and the guide's examples: an hour
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRAINERS)/bin/python -m pytest -q tests/contract/repository/test_docs.py -k library
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRAINERS)/bin/python -m tools.trainers --write
+
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, and what others keep: about an hour and a half
 	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "signals --points 120" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
@@ -188,4 +199,4 @@ interop: $(STAMP)  ## Trainer, Lightning, DeepSpeed and others write checkpoints
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.interop $(INTEROP_ARGS)
 
 clean:  ## remove .venv, caches and what the demo wrote
-	rm -rf $(VENV) $(OLDEST)* $(NEWEST)* $(TRITON) $(TORCHAO) $(HARNESS) .peers .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST)* $(NEWEST)* $(TRITON) $(TORCHAO) $(HARNESS) $(TRAINERS) .peers .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

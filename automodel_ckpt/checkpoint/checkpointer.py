@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.units import size_text
@@ -52,11 +53,13 @@ from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.directory import OPENING, RunDirectory
 from automodel_ckpt.checkpoint.run.generation import NOTE
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.publisher import SyncSaves
 from automodel_ckpt.checkpoint.saving.save import Assets, Save, SaveReport, SaveSettings
+from automodel_ckpt.checkpoint.state.module_tensors import is_adapted, unwrap
 from automodel_ckpt.checkpoint.transfers import Transfers, with_local_directory
 from automodel_ckpt.errors import AutomodelError, RecipeError, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
@@ -316,6 +319,7 @@ class Checkpointer:
         cannot be saved.
         """
         check_state(state)
+        self._add_adapters(state)
         check_yaml(config_yaml)
         name = layout.CheckpointName(step=count("step", step), epoch=count("epoch", epoch))
         losses = plain_numbers("losses", losses or {})
@@ -433,6 +437,7 @@ class Checkpointer:
         and :class:`RecipeError` for a *state* that has no objects with state.
         """
         check_state(state, "Checkpointer.load")
+        self._add_adapters(state)
         fetched = self.transfers.fetch()
         try:
             resumed = self.loader.load(state, before_loading, fetched)
@@ -445,6 +450,15 @@ class Checkpointer:
         else:
             self.transfers.start_uploads(resumed.step, resumed.path.name)
         return resumed
+
+    def _add_adapters(self, state: Mapping[str, Any]) -> None:
+        """Let checkpoints have the files of peft if *state* has adapters: nothing else could load them."""
+        for name, value in state.items() if not self.assets else ():
+            module = unwrap(value) if isinstance(value, nn.Module) else value
+            if is_adapted(module):
+                self.assets[name] = AdapterAssets.from_model(module, run=self.directory)
+        if any(isinstance(each, AdapterAssets) for each in self.assets.values()):
+            self._settings.use_adapter_file(self._options)
 
     def _begin_generation(self, resumed: Resumed | None, *, abandons_later: bool) -> None:
         """Begin a generation of the run, once, if nodes have or had separate directories. Collective.

@@ -62,7 +62,20 @@ class _TrainerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         trainer = self._trainer
-        trainer.fit_loop.load_state_dict(state["loops"])
+        fit_loop = trainer.fit_loop
+        fit_loop.load_state_dict(state["loops"])
+
+        def load_loaders() -> None:
+            states, fit_loop._combined_loader_states_to_load = (
+                fit_loop._combined_loader_states_to_load,
+                [],
+            )
+            if states:
+                fit_loop._combined_loader._load_state_dicts(states)
+
+        # Lightning leaves the state of loaders out after the last step of an epoch. Then the order of the next one
+        # would be that of the first.
+        fit_loop._load_combined_loader_states = load_loaders
         self._metrics = state["metrics"]
         for key, callback_state in state["callbacks"].items():
             if key in self._callbacks and callback_state:

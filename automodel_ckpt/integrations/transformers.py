@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,75 +23,113 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
-from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, HFAssets
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, HFAssets, Resumed
+from automodel_ckpt.checkpoint.state.module_tensors import is_adapted
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.integrations.attributes import TrainerAttributes
 from automodel_ckpt.integrations.state import DeferredRandomState, gloo_group
 
 __all__ = ["CheckpointCallback"]
 
-_ALWAYS_SAVED = ("model", "optimizer", "lr_scheduler", "random_state", "scaler")
+log = logging.getLogger("automodel_ckpt")
+
+_ALWAYS_SAVED = (
+    "model",
+    "optimizer",
+    "lr_scheduler",
+    "random_state",
+    "scaler",
+    "attributes",
+    "ref_model",
+)
 
 
 class _TrainerStateText:
-    """The Trainer's TrainerState as JSON text, the content of its file trainer_state.json."""
+    """The Trainer's TrainerState as JSON text, the content of its file trainer_state.json, and unknown attributes."""
 
-    def __init__(self, text: str = "") -> None:
+    def __init__(self, text: str = "", unknown: Mapping[str, bool] | None = None) -> None:
         self.text = text
+        self.unknown = dict(unknown or {})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"json": self.text}
+        return {"json": self.text, "unknown": self.unknown}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.text = state["json"]
+        self.unknown = state["unknown"]
 
 
 class CheckpointCallback(TrainerCallback):
     """Saves runs of transformers' Trainer in *directory*, whenever the Trainer would save, and resumes them exactly.
 
-    A save has the model, the optimizer, the learning-rate schedule, the gradient scaler, the random state of each rank
-    and the TrainerState with the state of other callbacks. It is made after the logs and the evaluation of its step:
-    just before the next step or epoch begins, or at the end of training. The metrics of an evaluation in that step rank
-    the checkpoint (set ``best_metric_key``, for example to ``eval_loss``). Supports one process, and several with
-    DistributedDataParallel; not DeepSpeed and FSDP.
+    A save has the model, the optimizer, the learning-rate schedule, the gradient scaler, the random state of each rank,
+    the TrainerState with the state of other callbacks, and the attributes of the Trainer that change during training,
+    such as the rollouts of GRPO. It is made after the logs and the evaluation of its step: just before the next step or
+    epoch begins, or at the end of training. The metrics of an evaluation in that step rank the checkpoint. Supports one
+    process, and several with DistributedDataParallel or FSDP2; not DeepSpeed and FSDP1.
+
+    Args:
+        directory: The run directory.
+        options: What to keep, and how to save. By default, ``save_total_limit``, ``metric_for_best_model`` and
+            ``greater_is_better`` of the TrainingArguments decide what is kept.
+        saved: Attributes of a Trainer's subclass that a resume needs, and that :mod:`attributes` does not know.
+        not_saved: Attributes that change during training without effect on a resumed run, such as a cache.
     """
 
-    def __init__(self, directory: str | Path, options: CheckpointOptions | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        options: CheckpointOptions | None = None,
+        *,
+        saved: Collection[str] = (),
+        not_saved: Collection[str] = (),
+    ) -> None:
         self._directory = directory
-        self._options = options or CheckpointOptions()
+        self._options = options
+        self._saved, self._not_saved = tuple(saved), tuple(not_saved)
         self._trainer: Any = None
         self._checkpointer: Checkpointer | None = None
-        self._restore_from: str | None = None
+        self._resumed: Resumed | None = None
         self._resume_directory: str | None = None
         self._random_state: DeferredRandomState | None = None
+        self._attributes: TrainerAttributes | None = None
         self._is_due = False
         self._metrics: dict[str, float] = {}
+        self._warned: set[str] = set()
 
     def resume(self, trainer: Any) -> str | None:
         """Prepare *trainer* to continue from the newest checkpoint; return the argument of its ``train``. Collective.
 
         Call it before each ``trainer.train(resume_from_checkpoint=...)``. Returns None in a new run. Otherwise it
         is a temporary directory with the TrainerState, by which the Trainer finds its position in the data; the other
-        state is loaded when training begins. Raises :class:`RecipeError` for settings that are not supported.
+        state is loaded when training begins.
+
+        Raises:
+            RecipeError: for settings that are not supported, and for attributes of the trainer's class that have
+                changed during training, but are neither in *saved* nor in *not_saved*.
+            CheckpointUnusable: if no checkpoint can be used.
         """
         _check(trainer)
         self.close()
         self._trainer = trainer
+        options = self._options or _options_of(trainer.args)
         saved = _TrainerStateText()
         # Only the TrainerState: the model may be on another device, and wrapped, when training begins.
-        only_text = dataclasses.replace(self._options, allow_missing_state=_ALWAYS_SAVED)
+        only_text = dataclasses.replace(options, allow_missing_state=self._names())
         group = gloo_group()
         reader = Checkpointer(self._directory, group=group, options=only_text)
         try:
-            resumed = reader.load({"trainer_state": saved})
+            self._resumed = reader.load({"trainer_state": saved})
         finally:
             reader.close()
-        options = self._options
-        if resumed is not None:
+        if self._resumed is not None:
+            self._check_attributes(saved.unknown)
             # Its files were verified a moment ago.
-            options = dataclasses.replace(options, restore_from=str(resumed.path), verify="size")
+            path = str(self._resumed.path)
+            options = dataclasses.replace(options, restore_from=path, verify="size")
         self._checkpointer = Checkpointer(self._directory, group=group, options=options)
         self._checkpointer.open()
-        if resumed is None:
+        if self._resumed is None:
             return None
         self._resume_directory = tempfile.mkdtemp(prefix="automodel-ckpt-")
         Path(self._resume_directory, "trainer_state.json").write_text(saved.text)
@@ -101,10 +140,7 @@ class CheckpointCallback(TrainerCallback):
 
     def close(self) -> None:
         """Wait for saves in progress and release the run directory. The end of training calls it."""
-        if self._resume_directory is not None:
-            shutil.rmtree(self._resume_directory)
-            self._resume_directory = None
-            del self._trainer._load_from_checkpoint
+        self._remove_resume_directory()
         if self._checkpointer is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.close()
@@ -114,17 +150,24 @@ class CheckpointCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Load the checkpoint that :meth:`resume` chose."""
         checkpointer = self._open_checkpointer()
+        step = 0 if self._resumed is None else self._resumed.step
+        if state.global_step != step:
+            raise RecipeError(
+                "the Trainer continues from another step than the newest checkpoint of the callback",
+                where="trainer.train(resume_from_checkpoint=...)",
+                value=f"step {state.global_step}, not {step}",
+                hint=_TRAIN,
+            )
         self._random_state = DeferredRandomState(args.seed, args.process_index)
+        self._attributes = TrainerAttributes(self._trainer, self._saved, self._not_saved)
         model = parts["model"]
-        if isinstance(model, PreTrainedModel):
+        if isinstance(model, PreTrainedModel) or is_adapted(model):
             tokenizer = parts["processing_class"]
             checkpointer.assets["model"] = HFAssets.from_model(model, tokenizer=tokenizer)
-        if self._resume_directory is None:
+        if self._resumed is None:
             return
         checkpointer.load(self._state(state, parts))
-        shutil.rmtree(self._resume_directory)
-        self._resume_directory = None
-        del self._trainer._load_from_checkpoint
+        self._remove_resume_directory()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Save the last step of the epoch before, or continue from it."""
@@ -149,17 +192,23 @@ class CheckpointCallback(TrainerCallback):
         control.should_save = False
         return control
 
-    on_epoch_end = on_step_end
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> Any:
+        """Take over a save, and note the order of the next epoch."""
+        if self._attributes is not None:
+            self._attributes.begin_epoch()
+        return self.on_step_end(args, state, control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Keep the metrics for a save of this step."""
         self._metrics = dict(parts["metrics"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save the last step, wait for the save, and release the run directory."""
+        """Save the last step, wait for the save, load the best model if asked, and release the run directory."""
         self._save_if_due(state, parts, last=True)
         self._open_checkpointer().wait_for_save()
         self.close()
+        if args.load_best_model_at_end:
+            self._load_best(parts["model"])
 
     # ---------------------------------------------------------------- parts of them
 
@@ -169,13 +218,61 @@ class CheckpointCallback(TrainerCallback):
                 "the callback does not know its trainer",
                 where="CheckpointCallback",
                 value="trainer.train() without resume()",
-                hint="trainer.train(resume_from_checkpoint=checkpoints.resume(trainer))",
+                hint=_TRAIN,
             )
         return self._checkpointer
+
+    def _names(self) -> tuple[str, ...]:
+        """The names that a checkpoint can have beside the TrainerState."""
+        return (*_ALWAYS_SAVED, *self._saved)
+
+    def _remove_resume_directory(self) -> None:
+        if self._resume_directory is not None:
+            shutil.rmtree(self._resume_directory)
+            self._resume_directory = None
+            del self._trainer._load_from_checkpoint
 
     def _restore_random_state(self) -> None:
         if self._random_state is not None:
             self._random_state.restore()
+
+    def _load_best(self, model: Any) -> None:
+        """Load the weights of the best checkpoint into *model*."""
+        options = self._options or _options_of(self._trainer.args)
+        only_model = dataclasses.replace(
+            options,
+            restore_from="LOWEST_VAL",
+            allow_missing_state=(*_ALWAYS_SAVED, "trainer_state"),
+        )
+        reader = Checkpointer(self._directory, group=gloo_group(), options=only_model)
+        try:
+            reader.load({"model": model})
+        finally:
+            reader.close()
+
+    def _check_attributes(self, unknown: Mapping[str, bool]) -> None:
+        """Raise :class:`RecipeError` if the class of the trainer has state that nobody has named."""
+        missing = [name for name in unknown if name not in (*self._saved, *self._not_saved)]
+        if missing:
+            kind = type(self._trainer).__name__
+            raise RecipeError(
+                f"the resumed run could differ: attributes of {kind} changed while it trained",
+                where="CheckpointCallback",
+                value=", ".join(missing),
+                hint=_unknown_hint(missing, unknown),
+            )
+
+    def _unknown(self) -> dict[str, bool]:
+        """Return the attributes that have changed and that nobody has named; warn of each once."""
+        assert self._attributes is not None
+        unknown = self._attributes.unknown()
+        new = [name for name in unknown if name not in self._warned]
+        if new:
+            self._warned.update(new)
+            message = "%s changes %s while it trains: a resume will ask what they are. %s"
+            names = ", ".join(new)
+            log.warning(message, type(self._trainer).__name__, names, _unknown_hint(new, unknown))
+        return unknown
 
     def _save_if_due(self, state: Any, parts: Mapping[str, Any], *, last: bool = False) -> None:
         metrics, self._metrics = self._metrics, {}
@@ -195,12 +292,15 @@ class CheckpointCallback(TrainerCallback):
 
     def _state(self, state: Any, parts: Mapping[str, Any]) -> dict[str, Any]:
         """What a checkpoint contains, by name."""
+        assert self._attributes is not None
         found = {
             "model": parts["model"],
             "optimizer": parts["optimizer"],
             "lr_scheduler": parts["lr_scheduler"],
             "random_state": self._random_state,
-            "trainer_state": _TrainerStateText(self._state_text(state)),
+            "trainer_state": _TrainerStateText(self._state_text(state), self._unknown()),
+            "attributes": self._attributes,
+            **self._attributes.modules(),
         }
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         if scaler is not None:
@@ -217,22 +317,47 @@ class CheckpointCallback(TrainerCallback):
         return json.dumps(values)
 
 
+_TRAIN = "trainer.train(resume_from_checkpoint=checkpoints.resume(trainer))"
+
+
+def _unknown_hint(names: Collection[str], unknown: Mapping[str, bool]) -> str:
+    """Return what to do about attributes *names*. *unknown* states which of them a checkpoint has."""
+    stored = tuple(name for name in names if unknown[name])
+    others = tuple(name for name in names if not unknown[name])
+    hints = [f"CheckpointCallback(..., not_saved={tuple(names)}) continues without them"]
+    if stored:
+        hints.insert(0, f"CheckpointCallback(..., saved={stored}) restores them")
+    if others:
+        hints.append(f"to save {', '.join(others)}, give it state_dict and load_state_dict")
+    return "; ".join(hints)
+
+
+def _options_of(args: Any) -> CheckpointOptions:
+    """Return the options that the TrainingArguments ask for."""
+    metric = args.metric_for_best_model or "loss"
+    return CheckpointOptions(
+        keep_last=args.save_total_limit,
+        keep_best=int(args.load_best_model_at_end),
+        best_metric_key=metric if metric.startswith("eval_") else f"eval_{metric}",
+        best_mode="max" if args.greater_is_better else "min",
+    )
+
+
 def _check(trainer: Any) -> None:
     """Raise :class:`RecipeError` for settings of the Trainer with which a checkpoint would not be complete."""
-    for name in ("is_deepspeed_enabled", "is_fsdp_enabled"):
-        if getattr(trainer, name, False):
-            raise RecipeError(
-                "CheckpointCallback supports one process, and several with DistributedDataParallel",
-                where="Trainer",
-                value=f"{name} is true",
-                hint="use the Trainer's own checkpoints, and ckpt import --training-state to continue here",
-            )
-    if trainer.args.save_strategy == SaveStrategy.BEST or trainer.args.load_best_model_at_end:
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    is_fsdp1 = trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2
+    if trainer.is_deepspeed_enabled or is_fsdp1:
         raise RecipeError(
-            "the callback replaces the Trainer's checkpoints, of which the best one would be chosen",
+            "CheckpointCallback supports one process, and several with DistributedDataParallel or FSDP2",
+            where="Trainer",
+            value="FSDP1" if is_fsdp1 else "DeepSpeed",
+            hint="set version: 2 in fsdp_config (accelerate: fsdp_version: 2), or use the Trainer's own checkpoints",
+        )
+    if trainer.args.save_strategy == SaveStrategy.BEST:
+        raise RecipeError(
+            "the callback replaces the Trainer's checkpoints, of which only the best would be saved",
             where="TrainingArguments",
-            value=f"save_strategy={trainer.args.save_strategy}, "
-            f"load_best_model_at_end={trainer.args.load_best_model_at_end}",
-            hint="use save_strategy='steps' or 'epoch', and "
-            "CheckpointOptions(best_metric_key='eval_loss', keep_best=1): LOWEST_VAL is the best checkpoint",
+            value="save_strategy=best",
+            hint="use save_strategy='steps' and load_best_model_at_end=True: LOWEST_VAL is the best checkpoint",
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from automodel_ckpt import CheckpointOptions
+from automodel_ckpt import Checkpointer, CheckpointOptions
+from automodel_ckpt.checkpoint import HFAssets
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.integrations.transformers import CheckpointCallback
@@ -56,7 +60,12 @@ def samples() -> list[dict[str, torch.Tensor]]:
 
 
 def make_trainer(
-    output: Path, *callbacks: TrainerCallback, last: int | None = None, **settings: Any
+    output: Path,
+    *callbacks: TrainerCallback,
+    last: int | None = None,
+    kind: type[Trainer] = Trainer,
+    model: Any = None,
+    **settings: Any,
 ) -> tuple[Trainer, Record]:
     config = LlamaConfig(
         vocab_size=32,
@@ -67,8 +76,9 @@ def make_trainer(
         attention_dropout=0.2,
         initializer_range=0.3,
     )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    if model is None:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
     record = Record(last)
     arguments = {
         "learning_rate": 1e-2,
@@ -84,7 +94,7 @@ def make_trainer(
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    trainer = Trainer(
+    trainer = kind(
         model,
         TrainingArguments(str(output), **(arguments | settings)),
         train_dataset=samples(),
@@ -98,10 +108,12 @@ def run(
     directory: Path,
     options: CheckpointOptions | None = None,
     last: int | None = None,
+    saved: Collection[str] = (),
+    not_saved: Collection[str] = (),
     **settings: Any,
 ) -> tuple[Trainer, Record]:
     """Train with checkpoints in *directory* until the gradient of the step after *last*."""
-    checkpoints = CheckpointCallback(directory, options)
+    checkpoints = CheckpointCallback(directory, options, saved=saved, not_saved=not_saved)
     stop = EarlyStoppingCallback(100)
     output = directory.with_name("output")
     trainer, record = make_trainer(output, checkpoints, stop, last=last, **settings)
@@ -172,3 +184,113 @@ def test_settings_that_are_not_supported_are_errors(tmp_path: Path) -> None:
     trainer, _ = make_trainer(tmp_path, checkpoints, save_strategy="best")
     with pytest.raises(RecipeError, match="LOWEST_VAL is the best checkpoint"):
         checkpoints.resume(trainer)
+
+
+def test_the_arguments_of_the_trainer_decide_what_is_kept(tmp_path: Path) -> None:
+    trainer, record = run(tmp_path / "run", save_total_limit=2, load_best_model_at_end=True)
+    best = min(record.evaluations, key=lambda step: record.evaluations[step])
+    steps = {int(path.name.rpartition("_")[2]) for path in (tmp_path / "run").glob("epoch_*")}
+    assert steps == {best, 12, 15}
+    exported = tmp_path / "best"
+    assert ckpt.main(["export", str(tmp_path / "run/LOWEST_VAL"), "-o", str(exported)]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(exported)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+
+
+class Buffered(Trainer):
+    """Trains several times on what it has drawn, as trainers of reinforcement learning do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_calls = 0
+        self.noise: list[torch.Tensor] = []
+        self.recent: deque[float] = deque(maxlen=2)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        if self.num_calls % 8 == 0:
+            self.noise = [torch.rand(()) for _ in range(2)]
+        scale = self.noise[self.num_calls % 2]
+        self.num_calls += 1
+        loss = super().compute_loss(model, inputs, *args, **kwargs) * scale
+        self.recent.append(loss.item())
+        return loss * (1 + sum(self.recent))
+
+
+NAMES = ("noise", "num_calls", "recent")
+
+
+def test_a_subclass_with_state_is_resumed_if_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {"kind": Buffered}
+    _, whole = run(tmp_path / "whole", saved=NAMES, **made)
+    _, before = run(tmp_path / "run", last=8, **made)
+    with pytest.raises(RecipeError, match="noise, num_calls, recent") as caught:
+        run(tmp_path / "run", **made)
+    assert "not_saved=" in str(caught.value)
+    shutil.copytree(tmp_path / "run", tmp_path / "without")
+    _, after = run(tmp_path / "run", saved=NAMES, **made)
+    assert before.losses | after.losses == whole.losses
+    _, without = run(tmp_path / "without", not_saved=NAMES, **made)
+    assert before.losses | without.losses != whole.losses
+
+
+def test_an_average_of_several_losses_continues(tmp_path: Path) -> None:
+    _, whole = run(tmp_path / "whole", logging_steps=5)
+    _, before = run(tmp_path / "run", last=8, logging_steps=5)
+    _, after = run(tmp_path / "run", logging_steps=5)
+    assert before.losses | after.losses == whole.losses
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_are_saved_as_a_recipe_saves_them(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def adapted() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+
+    made, _ = make_trainer(tmp_path / "output")
+    made.model.save_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    trainer, _ = run(tmp_path / "run", model=adapted(), save_steps=5)
+    saved = tmp_path / "run/LATEST"
+    assert ckpt.main(["export", "--merge", str(saved), "-o", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(base, saved / "model").merge_and_unload()
+    expected = trainer.model.merge_and_unload()
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+        assert torch.allclose(parameter, merged.get_parameter(name), atol=1e-6), name
+
+    # A loop without a trainer writes the same, and resumes it.
+    torch.manual_seed(1)
+    bare = adapted()
+    Checkpointer(tmp_path / "bare").save({"model": bare}, step=1, epoch=0)
+    assert (tmp_path / "bare/LATEST/model/adapter_config.json").exists()
+    torch.manual_seed(2)
+    resumed = adapted()
+    Checkpointer(tmp_path / "bare").load({"model": resumed})
+    for name, parameter in bare.named_parameters():
+        assert torch.equal(parameter, resumed.get_parameter(name)), name
+
+
+@pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_an_adapter_that_nothing_could_load_is_an_error(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    made, _ = make_trainer(tmp_path / "output")
+    inside = make_trainer(tmp_path / "output")[0].model
+    inside.add_adapter(config)
+    with pytest.raises(RecipeError, match="get_peft_model"):
+        HFAssets.from_model(inside)
+    with pytest.raises(RecipeError, match="save the base with save_pretrained"):
+        Checkpointer(tmp_path / "run").save(
+            {"model": get_peft_model(made.model, config)}, step=1, epoch=0
+        )

@@ -55,7 +55,7 @@ class BaseIdentity:
 
 
 def identify_base(
-    name: str, directory: Path, *, run: Path, cache: Path | None = None
+    name: str, directory: Path, *, run: Path | str | None, cache: Path | None = None
 ) -> BaseIdentity:
     """Return the identity of the base called *name* with files in *directory*. Digests are stored in *cache*.
 
@@ -65,7 +65,7 @@ def identify_base(
     real = os.path.realpath(directory)
     if Path(name).expanduser().is_dir():
         name = real
-        relative = os.path.relpath(real, os.path.realpath(run))
+        relative = None if run is None else os.path.relpath(real, os.path.realpath(run))
     note = f"{xxhash.xxh3_128(os.fsencode(real)).hexdigest()}.json"
     notes = None if cache is None else cache / "base-digests"
     known = {} if notes is None else read_note(notes, note)

@@ -110,8 +110,8 @@ class HFAssets:
     @classmethod
     def from_model(
         cls, model: Any, *, float32_in: Mapping[str, Collection[str]] | None = None, **given: Any
-    ) -> HFAssets:
-        """The assets of a transformers model, sharded or not.
+    ) -> Any:
+        """The assets of a transformers model, sharded or not: ``AdapterAssets`` for a ``PeftModel``.
 
         Args:
             model: The model.
@@ -120,11 +120,23 @@ class HFAssets:
         """
         from automodel_ckpt.checkpoint.state.module_tensors import (
             complete_state,
+            is_adapted,
             stored_layout,
             unwrap,
         )
 
         inner: Any = unwrap(model)
+        if is_adapted(inner):
+            from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+
+            return AdapterAssets.from_model(inner, **given)
+        if getattr(inner, "_hf_peft_config_loaded", False):
+            raise RecipeError(
+                "adapters inside a transformers model cannot be exported",
+                where="HFAssets.from_model",
+                value=f"{type(inner).__name__} with add_adapter or load_adapter",
+                hint="use peft.get_peft_model(model, config) instead",
+            )
         _, tied = complete_state(inner)
         names = stored_layout(inner)
         kept: dict[str, set[str]] = {}

@@ -8,16 +8,14 @@ between ranks, the first ranks of the meshes, are separate.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
@@ -26,11 +24,22 @@ from automodel_ckpt.checkpoint.parts.sharding import smallest_split
 from automodel_ckpt.checkpoint.parts.slices import Box
 from automodel_ckpt.errors import SaveFailed
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
 DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 Split = tuple[tuple[int, tuple[int, ...]], ...]
 """For each partitioned dimension of a tensor, the mesh dimensions that partition it (``sharding.Sharding``)."""
+
+
+def is_sharded(value: object) -> TypeGuard[DTensor]:
+    """Return whether *value* is a ``DTensor``."""
+    # There is none where its module is not imported yet, and importing it takes a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 class Mesh(NamedTuple):
@@ -89,7 +98,7 @@ def describe(
     for fqn, value in state.items():
         if not isinstance(value, Tensor):
             values.append(fqn)
-        elif not isinstance(value, DTensor):
+        elif not is_sharded(value):
             tensors[fqn] = Described(DTYPE_CODES[value.dtype], tuple(value.shape), None, ())
         elif value.device_mesh.get_coordinate() is not None:
             tensors[fqn] = meshes.describe(fqn, value)
@@ -98,7 +107,11 @@ def describe(
 
 def unstorable_placement(tensor: Tensor) -> str:
     """The placement of a DTensor that is neither sharded nor replicated (partial sums); empty if there is none."""
-    for placement in tensor.placements if isinstance(tensor, DTensor) else ():
+    if not is_sharded(tensor):
+        return ""
+    from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+
+    for placement in tensor.placements:
         if not isinstance(placement, Shard | _StridedShard | Replicate):
             return repr(placement)
     return ""
@@ -167,6 +180,8 @@ def _verified_split(tensor: DTensor, mesh: Mesh) -> Split | None:
 
 def _split_of(placements: Iterable[Placement]) -> Split:
     """The mesh dimensions that partition each dimension of a tensor, the outermost first."""
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
     split: dict[int, list[int]] = {}
     strided = set()
     for mesh_dim, placement in enumerate(placements):
@@ -183,15 +198,17 @@ def _split_of(placements: Iterable[Placement]) -> Split:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
     # Not to_local(), which makes a node for autograd: that takes longer than writing a small tensor.
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def local_box(value: Tensor) -> Box | None:
     """The box of a tensor that this rank has; None for a DTensor on a mesh without this rank."""
-    if not isinstance(value, DTensor):
+    if not is_sharded(value):
         return Box((0,) * value.dim(), tuple(value.shape))
     if value.device_mesh.get_coordinate() is None:
         return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     sizes, offsets = compute_local_shape_and_global_offset(
         value.shape, value.device_mesh, value.placements
     )

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, Texts, ValueDict, Values
@@ -109,6 +108,8 @@ class TreePlan:
         """Flatten *nested* state dicts (of optimizers) into one level. Returns :meth:`flat`."""
         self._flat = self.state_dict
         if self.nested:
+            from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
             self._flat, self.paths = flatten_state_dict(self.state_dict)
         return self._flat
 

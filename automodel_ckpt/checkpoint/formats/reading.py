@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
@@ -24,6 +23,7 @@ from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.formats.description import (
     DTYPE_CODES,
     DTYPES,
+    is_sharded,
     local_box,
     local_tensor,
     unstorable_placement,
@@ -160,7 +160,7 @@ def read_tree(
             if tuple(value.shape) != stored.shape:
                 raise ValueError(f"{fqn} has the shape {stored.shape}, not {value.shape}")
             key: tuple[Any, ...] = (value.shape,)
-            if isinstance(value, DTensor):
+            if is_sharded(value):
                 key = (id(value.device_mesh), value.placements, value.shape)
             if key not in boxes_of_shards:
                 boxes_of_shards[key] = local_box(value)

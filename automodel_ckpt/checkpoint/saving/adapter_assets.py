@@ -12,13 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from automodel_ckpt.base.user_cache import cache_directory
 from automodel_ckpt.checkpoint.export.adapter_record import FORMAT_VERSION, read_peft_record
-from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity
-from automodel_ckpt.checkpoint.export.hf_assets import TensorSpec, tokenizer_files
+from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
+from automodel_ckpt.checkpoint.export.hf_assets import TensorSpec, tensor_specs, tokenizer_files
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Files, Values
 from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS, BaseMaps
-from automodel_ckpt.errors import unusable
+from automodel_ckpt.errors import RecipeError, unusable
 
 # Settings that decide which function an adapter computes. Others affect only training, or the shapes of tensors.
 _BINDING = (
@@ -60,6 +63,49 @@ class AdapterAssets:
         self._peft_config, self._description = dict(peft_config), dict(description)
         self._tensors, self._base = dict(tensors), base
         self._tokenizer_files = tokenizer_files(tokenizer, base_dir)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        base_dir: Path | str | None = None,
+        run: Path | str | None = None,
+    ) -> AdapterAssets:
+        """The side files of a ``PeftModel``, as a recipe with a section ``peft`` writes them.
+
+        Args:
+            model: The model with one adapter.
+            tokenizer: A tokenizer or processor. None: none.
+            base_dir: The directory of the base's files. None: the one that the model was loaded from.
+            run: The run directory, from which a base that was moved with it is found.
+
+        Raises:
+            RecipeError: for several adapters, and for a base without files, on which nothing could load the adapter.
+        """
+        if len(model.peft_config) != 1:
+            names = ", ".join(model.peft_config)
+            raise _not_exportable("it has several adapters", names, "delete all but one")
+        ((adapter, config),) = model.peft_config.items()
+        base = str(base_dir or config.base_model_name_or_path or model.config.name_or_path)
+        directory = _directory_of(base, config.revision)
+        if directory is None:
+            hint = (
+                "save the base with save_pretrained, and load it from there before get_peft_model"
+            )
+            raise _not_exportable("its base has no files", base or "a base without a name", hint)
+        is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+        return cls(
+            peft_document(config),
+            _description(model, adapter, config),
+            tensors=tensor_specs(model),
+            base=identify_base(base, directory, run=run, cache=cache_directory())
+            if is_rank0
+            else None,
+            tokenizer=tokenizer,
+            base_dir=directory,
+        )
 
     @property
     def file_index_mapping(self) -> Mapping[str, int]:
@@ -137,6 +183,91 @@ class AdapterAssets:
                 "resume with the peft section that wrote it (its config.yaml is in the checkpoint), "
                 "or start a new run in another checkpoint.checkpoint_dir",
             )
+
+
+_OLD_OPTIONS = frozenset(
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_dropout",
+        "modules_to_save",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "revision",
+        "target_modules",
+        "task_type",
+        "use_dora",
+        "use_rslora",
+    }
+)
+"""The options of LoRA that peft had in early 2024."""
+
+
+def peft_document(peft_config: Any) -> dict[str, Any]:
+    """Return the fields of adapter_config.json as ``save_pretrained`` writes them, in a reproducible order.
+
+    Options that peft got later, and the adapter does not use, are left out: earlier versions reject a file with them.
+    """
+    fields: dict[str, Any] = peft_config.to_dict()
+    unused = type(peft_config)().to_dict()
+    for key in fields.keys() - _OLD_OPTIONS:
+        if fields[key] == unused.get(key):
+            del fields[key]
+    for key, value in fields.items():
+        if isinstance(value, set):
+            # The order of a set of strings differs between processes (PYTHONHASHSEED).
+            fields[key] = sorted(value)
+    # save_pretrained writes true also after training, so that a loaded adapter is frozen.
+    fields["inference_mode"] = True
+    return fields
+
+
+def _not_exportable(why: str, value: str, hint: str) -> RecipeError:
+    return RecipeError(
+        f"the adapter of a PeftModel cannot be exported: {why}",
+        where="model",
+        value=value,
+        hint=hint,
+    )
+
+
+def _directory_of(base: str, revision: str | None) -> Path | None:
+    """Return the directory of a base: a path, or a name on the Hub that was downloaded. None if there is none."""
+    if not base or Path(base).is_dir():
+        return Path(base) if base else None
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(base, revision=revision, local_files_only=True))
+    except (ValueError, OSError):
+        return None
+
+
+def _description(model: Any, adapter: str, config: Any) -> dict[str, Any]:
+    """Return the settings of an adapter by which a resume recognizes it."""
+    found: dict[str, Any] = {"alpha": getattr(config, "lora_alpha", None)}
+    for name in ("r", "use_dora", "use_rslora"):
+        found[name] = getattr(config, name, None)
+    layers = {
+        name.removeprefix("base_model.model."): module
+        for name, module in model.named_modules()
+        if adapter in getattr(module, "lora_alpha", ())
+    }
+    found["targets"] = list(layers)
+    found["ranks"] = {name: layer.r[adapter] for name, layer in layers.items()}
+    found["alphas"] = {name: layer.lora_alpha[adapter] for name, layer in layers.items()}
+    found["parameters"] = list(getattr(config, "target_parameters", None) or ())
+    found["saved"] = list(getattr(config, "modules_to_save", None) or ())
+    return found
 
 
 def _json(value: Values, *, sort_keys: bool = False) -> bytes:

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.export.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.export.next_steps import try_command
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.formats.assignment import Share
-from automodel_ckpt.checkpoint.formats.description import local_tensor
+from automodel_ckpt.checkpoint.formats.description import is_sharded, local_tensor
 from automodel_ckpt.checkpoint.jobs.jobs import FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
@@ -468,7 +467,7 @@ def _spec(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return type(value)
     spec = type(value), value.dtype, value.shape
-    if isinstance(value, DTensor):
+    if is_sharded(value):
         return *spec, local_tensor(value).shape, value.placements, value.device_mesh
     return spec
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.base.units import size_text
@@ -34,7 +33,7 @@ from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, Values
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
-from automodel_ckpt.checkpoint.formats.description import TreeDescription
+from automodel_ckpt.checkpoint.formats.description import TreeDescription, is_sharded
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
@@ -398,7 +397,7 @@ def replicated_digests(plan: TreePlan, *, compares_buffers: bool) -> TextDict:
 
 def _whole(value: Any) -> Any:
     """Return *value*; of a tensor on a mesh the copy of this rank, None where it has only a part."""
-    if not isinstance(value, DTensor):
+    if not is_sharded(value):
         return value
     is_whole = all(placement.is_replicate() for placement in value.placements)
     return value.to_local() if is_whole else None

@@ -73,6 +73,12 @@ class SaveSettings:
         self.incremental = False
         self.export_when = "never"
 
+    def use_adapter_file(self, options: CheckpointOptions) -> None:
+        """Write adapters as peft does, unless *options* state a layout or a format."""
+        if options.model_layout is None and self.model_format == "safetensors" and not self.nodes:
+            self.model_layout = "adapter"
+            self.export_when = "never"
+
     @property
     def shares_files(self) -> bool:
         """Whether saves of this format and layout can share files with earlier checkpoints."""

@@ -6,18 +6,19 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.checkpoint.files.layout import BUFFERS, FROZEN
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict, Values
-from automodel_ckpt.checkpoint.formats.description import local_box, local_tensor
+from automodel_ckpt.checkpoint.formats.description import is_sharded, local_box, local_tensor
 from automodel_ckpt.errors import RecipeError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -90,6 +91,8 @@ def model_state_dict(module: nn.Module, *, detached: bool = True) -> ValueDict:
     """
     inner = unwrap(module)
     if not has_plain_names(inner):
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
         return dict(get_model_state_dict(module))
     with torch.no_grad():
         # Detaching thousands of DTensors takes as long as writing them.
@@ -225,7 +228,7 @@ def _rows_here(fqn: str, value: Tensor, parts: Mapping[str, RowPart]) -> Iterato
 
     Raises :class:`RecipeError` where the tensor is sharded in another dimension.
     """
-    placements = value.placements if isinstance(value, DTensor) else ()
+    placements = value.placements if is_sharded(value) else ()
     if any(placement.is_shard() and not placement.is_shard(0) for placement in placements):
         raise RecipeError(
             "experts are sharded across ranks, but a checkpoint stores each expert whole",
@@ -243,19 +246,26 @@ def _local_rows(value: Tensor) -> tuple[Tensor, int]:
     return local_tensor(value).detach(), box.offsets[0] if box is not None else 0
 
 
+def is_adapted(module: object) -> TypeGuard[PeftModel]:
+    """Return whether *module* is a ``PeftModel``."""
+    # There is none where peft is not imported yet, and importing it takes a second.
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+
+    return isinstance(module, PeftModel)
+
+
 def adapter_keys(module: nn.Module, state: Values) -> TextDict | None:
     """{FQN: key in ``adapter_model.safetensors``} of a ``PeftModel`` with this state dict; None for other modules.
 
     peft selects and names them (``get_peft_model_state_dict``). The module's attribute ``save_embedding_layers``, where
     there is one, decides whether the base's embeddings are among them even if nothing trains them.
     """
-    # There is no PeftModel where peft is not imported yet, and importing it takes a second.
-    if "peft" not in sys.modules:
+    if not is_adapted(module):
         return None
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import get_peft_model_state_dict
 
-    if not isinstance(module, PeftModel):
-        return None
     # Tokens instead of tensors: peft renames and filters them without reading any.
     tokens = {fqn: object() for fqn in state}
     fqns = {id(token): fqn for fqn, token in tokens.items()}

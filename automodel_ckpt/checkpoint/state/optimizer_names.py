@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
@@ -63,6 +62,8 @@ class Owners:
         :func:`has_plain_names`)."""
         modules = {name: unwrap(module) for name, module in self.root.named_children()}
         if not optimizer.state or not all(map(has_plain_names, modules.values())):
+            from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
             return dict(get_optimizer_state_dict(self.root, optimizer))
         fqns: dict[int, str] = {}
         for prefix, module in modules.items():

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict, Values
-from automodel_ckpt.checkpoint.formats.description import DTYPES
+from automodel_ckpt.checkpoint.formats.description import DTYPES, is_sharded
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.state.storable import check_safe
@@ -82,10 +81,10 @@ def digests_of_own(name: str, optimizer: Optimizer) -> TextDict:
     hashes = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
-        if not isinstance(parameter, DTensor):
+        if not is_sharded(parameter):
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
-            if key == "step" or isinstance(value, DTensor):
+            if key == "step" or is_sharded(value):
                 continue
             entry = f"{name}{_OF_ALL}{key}"
             if entry not in hashes:
@@ -153,7 +152,7 @@ def _empty_leaf(stored: Tensor, parameter: torch.Tensor) -> torch.Tensor:
     dtype = DTYPES[stored.dtype]
     if stored.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    if isinstance(parameter, DTensor) and stored.shape:
+    if is_sharded(parameter) and stored.shape:
         raise unusable(
             "it is not known how to shard this state of an optimizer, whose shape is not that of the parameter",
             stored.fqn,

@@ -48,6 +48,7 @@ def adapter_builder(base: str | None, run: Path) -> AdapterBuilder:
 
 def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     from automodel_ckpt.checkpoint.export.hf_assets import tensor_specs
+    from automodel_ckpt.checkpoint.saving.adapter_assets import peft_document
     from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS
     from automodel_ckpt.convert.formats.format import ModelParameter
     from automodel_ckpt.convert.imports.adapter_import import AdapterModel
@@ -88,7 +89,8 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     shapes = {key: spec.shape for key, spec in tensor_specs(adapted.model).items()}
     trained = [ModelParameter(*listed) for listed in parameters_of(adapted.model)]
     is_tied = bool(model.all_tied_weights_keys)
-    section = _section(lora, adapted.peft_config["target_modules"], is_tied=is_tied)
+    document = peft_document(adapted.peft_config)
+    section = _section(lora, document["target_modules"], is_tied=is_tied)
     return AdapterModel(tuple(trained), shapes, files, directory, section, vocab_size)
 
 

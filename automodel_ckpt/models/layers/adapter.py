@@ -33,12 +33,12 @@ log = logging.getLogger("automodel_ckpt")
 class Adapted:
     """A model with adapters.
 
-    *peft_config* is the content of adapter_config.json without the name of the base. *description* contains all
-    settings that are necessary to create equal adapters again.
+    *peft_config* is peft's ``LoraConfig``. *description* contains all settings that are necessary to create equal
+    adapters again.
     """
 
     model: nn.Module
-    peft_config: Mapping[str, Any]
+    peft_config: Any
     description: Mapping[str, Any]
 
 
@@ -72,9 +72,8 @@ def add_adapters(
     if peft_config.modules_to_save:
         # peft adds the usual names of heads to the list, which may have them already.
         peft_config.modules_to_save = list(dict.fromkeys(peft_config.modules_to_save))
-    document = _document(peft_config)
     if task_type is None:
-        document["auto_mapping"] = {
+        peft_config.auto_mapping = {
             "base_model_class": model_class.__name__,
             "parent_library": model_class.__module__,
         }
@@ -82,7 +81,7 @@ def add_adapters(
     description["parameters"] = parameters
     description["ranks"] = {name: rank for name, rank in ranks.items() if rank != lora.r}
     description["alphas"] = {name: alpha for name, alpha in alphas.items() if alpha != lora.alpha}
-    return Adapted(wrapped, document, description)
+    return Adapted(wrapped, peft_config, description)
 
 
 def why_whole(lora: Lora) -> str:
@@ -253,52 +252,6 @@ def _wrap(model: nn.Module, peft_config: Any, *, autocast: bool) -> Any:
     for text in texts:
         log.warning("peft: %s", text)
     return wrapped.train()
-
-
-_OLD_OPTIONS = frozenset(
-    {
-        "alpha_pattern",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "bias",
-        "fan_in_fan_out",
-        "inference_mode",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_dropout",
-        "modules_to_save",
-        "peft_type",
-        "r",
-        "rank_pattern",
-        "revision",
-        "target_modules",
-        "task_type",
-        "use_dora",
-        "use_rslora",
-    }
-)
-"""The options of LoRA that peft had in early 2024."""
-
-
-def _document(peft_config: Any) -> dict[str, Any]:
-    """The fields of adapter_config.json as ``save_pretrained`` writes them, in a reproducible order.
-
-    Options that peft got later, and the adapter does not use, are left out: earlier versions reject a file with them.
-    """
-    fields: dict[str, Any] = peft_config.to_dict()
-    unused = type(peft_config)().to_dict()
-    for key in fields.keys() - _OLD_OPTIONS:
-        if fields[key] == unused.get(key):
-            del fields[key]
-    for key, value in fields.items():
-        if isinstance(value, set):
-            # The order of a set of strings differs between processes (PYTHONHASHSEED).
-            fields[key] = sorted(value)
-    # save_pretrained writes true also after training, so that a loaded adapter is frozen.
-    fields["inference_mode"] = True
-    return fields
 
 
 def peft_targets(targets: Sequence[str], names: Sequence[str]) -> list[str] | str:

@@ -13,7 +13,7 @@ from automodel_ckpt.base.user_cache import cache_directory
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets, TensorSpec, tensor_specs
 from automodel_ckpt.checkpoint.files.layout import ADAPTER_MODEL_CONFIG
-from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets, peft_document
 from automodel_ckpt.checkpoint.state.module_tensors import StoredLayout, set_stored_layout
 from automodel_ckpt.config.keys.model import PeftConfig
 from automodel_ckpt.config.schema import RecipeConfig
@@ -132,7 +132,7 @@ def adapter_assets(
     if reads_base and directory is not None:
         identity = identify_base(base_name, directory, run=run, cache=cache_directory())
     # peft loads this revision of the base.
-    peft_config = dict(adapted.peft_config)
+    peft_config = peft_document(adapted.peft_config)
     if revision is not None:
         peft_config["revision"] = revision
     files = dict(further or {})

@@ -8,6 +8,7 @@ examples, a server with the Hub's HTTP API. A small model with the name of one o
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -148,7 +149,7 @@ def test_a_guide_can_be_followed(
         elif "press" in block.options:
             assert block.options["press"] == "Ctrl-C"
             stop_after_a_step(block.body, tmp_path)
-        elif block.language == "bash" and "norun" not in block.options:
+        elif block.language == "bash" and is_run(block):
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", block.body],
                 cwd=tmp_path,
@@ -163,6 +164,12 @@ def test_a_guide_can_be_followed(
             compile(textwrap.dedent(block.body), str(page), "exec")
         else:
             assert block.language in SHOWN_ONLY or block.options["norun"]
+
+
+def is_run(block: Block) -> bool:
+    """Whether a block is run: without ``norun``, and with ``norun=needs_PACKAGE`` where the package is installed."""
+    package = block.options.get("norun", "").removeprefix("needs_")
+    return not package or importlib.util.find_spec(package) is not None
 
 
 def stop_after_a_step(command: str, directory: Path) -> None:
