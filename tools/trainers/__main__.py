@@ -18,6 +18,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -25,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from tools.trainers.subjects import SUBJECTS, write_base
 
@@ -127,6 +129,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the times of the kills (1)")
     parser.add_argument("--write", action="store_true", help="write the table to the guide")
     options = parser.parse_args()
+    # Its own one is shared by processes: one that is killed while it holds it would stop the others.
+    tqdm.set_lock(threading.RLock())
     for name in ("trl", "peft", "lightning", "automodel_ckpt.checkpoint.checkpointer"):
         # Once, and not in each of the forked processes.
         importlib.import_module(name)
