@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from automodel_ckpt.config.keys.kinds import DPOConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.mixture import for_each_source
-from automodel_ckpt.data.preference import SCORES, ScoredPairs
+from automodel_ckpt.data.preference import CHOSEN, REJECTED, SCORES, ScoredPairs
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.preference import (
     PairFinetune,
@@ -163,5 +164,15 @@ def score_all(recipe: Any, datasets: Sequence[ScoredPairs]) -> None:
         if layout.world_size > 1:
             dist.all_reduce(scores, dist.ReduceOp.MAX, group=layout.gloo_group)
         dataset.scores = scores.numpy()
+        infinite = np.flatnonzero(~np.isfinite(dataset.scores).all(axis=1))
+        if len(infinite):
+            # The loss of a pair is 0, not infinite, if the chosen answer has -inf.
+            first = int(infinite[0])
+            raise RecipeError(
+                "a log-probability of the reference is not finite",
+                where=f"pair {first} of the data set",
+                value=dict(zip((CHOSEN, REJECTED), dataset.scores[first].tolist(), strict=True)),
+                hint="use another reference, another distributed.mixed_precision, or remove the pair",
+            )
         num_pairs = counted(len(dataset), "pair")
         log.info("computed the reference's log-probabilities of %s", num_pairs)

@@ -467,9 +467,11 @@ def _batches(section: Section, work: Conversion) -> None:
     text = f"global_batch_size is {local} x {accumulated} accumulated x {work.num_ranks} ranks"
     section.note(name, accumulated, f"{text}; --nproc-per-node N converts for N ranks")
     steps = section.take("max_steps")
-    _, epochs = _first(section, "num_epochs", "num_train_epochs")
+    name, epochs = _first(section, "num_epochs", "num_train_epochs")
     if steps is not None and _number(steps) > 0:
         section.put_root("step_scheduler.max_steps", steps)
+    elif epochs is not None and _number(epochs) % 1:
+        section.degraded(name, epochs, "set step_scheduler.max_steps")
     else:
         epochs = epochs or work.default("step_scheduler.num_epochs")
         whole = str(epochs.value).removesuffix(".0")

@@ -79,7 +79,11 @@ def build_schedule(
             warmup,
             total_steps,
         )
+    # get_scheduler ignores what the constant schedules do not accept. last_epoch belongs to the checkpoint.
+    unknown = sorted((kwargs or {}).keys() - (parameters.keys() - {"last_epoch"}))
     try:
+        if unknown:
+            raise TypeError(f"{name} has no argument {', '.join(unknown)}")
         schedule: LRScheduler = get_scheduler(name, optimizer, warmup, length, dict(kwargs or {}))
         if warmup_from and isinstance(schedule, LambdaLR):
             factors: list[Callable[[int], float]] = [

@@ -239,5 +239,10 @@ def test_what_cannot_be_converted_is_one_error(
     Path("theirs.yaml").write_text(AXOLOTL.replace("micro_batch_size: 2", "micro_batch_size: x"))
     assert main(["--convert-recipe", "theirs.yaml"]) == 2
     assert "must be a number" in capsys.readouterr().err
+    Path("part.yaml").write_text(AXOLOTL.replace("num_epochs: 2", "num_epochs: 0.5"))
+    assert main(["--convert-recipe", "part.yaml"]) == 0
+    text = capsys.readouterr().out
+    assert "num_epochs 0.5: set step_scheduler.max_steps" in text
+    assert "num_epochs" not in yaml.safe_load(text)["step_scheduler"]
     assert main(["--convert-recipe", "theirs.yaml", "--optimizer.lr", "1"]) == 2
     assert "only recipe can be overridden here" in capsys.readouterr().err

@@ -101,6 +101,7 @@ model.from_config={model_type: gemma3_text, use_bidirectional_attention: true} |
     is an encoder[\s\S]*use_bidirectional_attention: true\s+hint: [^{]*train encoders$
 model.from_config={model_type: bert-generation} | is an encoder[\s\S]*a bert-generation model[\s\S]*is_decoder: true
 model.from_config={model_type: xlnet} | is an encoder[\s\S]*attn_type: uni
+optimizer={_target_: torch.optim.SparseAdam} | sparse gradients only[\s\S]*AdamW
 optimizer={_target_: transformers.Adafactor} | sets its own learning rates[\s\S]*relative_step
 lr_scheduler={_target_: torch.optim.lr_scheduler.ReduceLROnPlateau} |
     needs more than the step[\s\S]*ReduceLROnPlateau.step\(metrics

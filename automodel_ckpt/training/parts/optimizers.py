@@ -386,6 +386,13 @@ def _build_one(
             value=f"{function.__module__}.{function.__qualname__}",
             hint="set _target_: automodel_ckpt.optim.adam8bit.AdamW8bit, which has the codes of torchao's AdamW8bit",
         )
+    if function is torch.optim.SparseAdam:
+        raise RecipeError(
+            "torch.optim.SparseAdam updates parameters with sparse gradients only",
+            where=groups[0].key,
+            value="models of transformers have dense gradients",
+            hint="use torch.optim.AdamW",
+        )
     if function is torch.optim.Muon or function.__module__ == "automodel_ckpt.optim.muon":
         from automodel_ckpt.optim.muon import Muon
 

@@ -175,6 +175,17 @@ def test_a_named_reference_is_another_model(tmp_path: Path) -> None:
         assert raised.value.problems[0].where == "dpo.reference"
 
 
+def test_a_reference_without_finite_scores_is_an_error(tmp_path: Path) -> None:
+    write_run(tmp_path, "dpo")
+    other = tmp_path / "other"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.inf
+    model.save_pretrained(other)
+    with pytest.raises(RecipeError, match="log-probability of the reference is not finite"):
+        first_step(tmp_path, f"--dpo.reference={other}", "--dpo.precompute=true")
+
+
 def test_validations_measure_accuracies_and_rewards_of_each_set(tmp_path: Path) -> None:
     recipe = write_run(tmp_path, "dpo")
     pairs = f"_target_: automodel_ckpt.data.preference.pairs, path: {tmp_path / 'pairs.jsonl'}"

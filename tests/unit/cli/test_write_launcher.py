@@ -220,6 +220,15 @@ def test_pods_have_the_time_of_a_save_and_are_replaced_after_it(
     assert mounts["/dev/shm"]["name"] == "shared-memory"
 
 
+@pytest.mark.parametrize("start", ["\n", "\n---\n", "# \u00e9\n", "#  \n\n"])
+def test_a_manifest_has_the_text_of_the_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], start: str
+) -> None:
+    text = start + RECIPE
+    (tmp_path / "My recipe.yaml").write_text(text)
+    assert documents(written(capsys, "k8s"))["ConfigMap"]["data"] == {"recipe.yaml": text}
+
+
 def test_a_recipe_of_several_files_is_on_the_volume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,8 @@ def test_every_other_schedule_can_be_built(name: str, kwargs: dict[str, Any] | N
         ("constant", {"total_steps": 3, "warmup_from": 0.2}, "does not use warmup_from"),
         ("constant_with_warmup", {"total_steps": 9, "decay_steps": 3}, "does not use decay_steps"),
         ("cosine", {"total_steps": 9, "kwargs": {"cycles": 1}}, "cannot be computed"),
+        ("constant_with_warmup", {"total_steps": 9, "kwargs": {"cycles": 1}}, "no argument cycles"),
+        ("cosine", {"total_steps": 9, "kwargs": {"last_epoch": 3}}, "no argument last_epoch"),
         (
             "cosine",
             {"total_steps": 9, "warmup_steps": 3, "kwargs": {"num_cycles": "abc"}},
