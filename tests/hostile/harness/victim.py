@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.export.hf_assets import tensor_specs
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.jobs import rank_manifest
-from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets, peft_document
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.state.module_tensors import module_state
 from automodel_ckpt.models.layers.adapter import add_adapters
@@ -129,7 +129,9 @@ def _adapter(run: Path) -> Path:
     adapted = add_adapters(model, Lora(), task_type="CAUSAL_LM", num_base_rows=16)
     identity = identify_base(str(run / BASE), run / BASE, run=run)
     specs = tensor_specs(adapted.model)
-    assets = AdapterAssets(adapted.peft_config, adapted.description, tensors=specs, base=identity)
+    assets = AdapterAssets(
+        peft_document(adapted.peft_config), adapted.description, tensors=specs, base=identity
+    )
     write_assets(assets, run / NAME / "model" / layout.HF_METADATA)
     state, tied = module_state(adapted.model)
     pieces = [piece for name, tensor in state.items() for piece in cut(name, tensor, 2, 0)]

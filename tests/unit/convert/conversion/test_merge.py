@@ -20,7 +20,7 @@ from transformers import (
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.export.hf_assets import tensor_specs
 from automodel_ckpt.checkpoint.files.durable_file import file_record
-from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets, peft_document
 from automodel_ckpt.checkpoint.state.module_tensors import (
     StoredLayout,
     module_state,
@@ -101,7 +101,9 @@ def make(
     identity = identify_base(str(root / "base"), root / "base", run=root)
     specs = tensor_specs(adapted.model)
     checkpoint = root / "epoch_0_step_1"
-    assets = AdapterAssets(adapted.peft_config, adapted.description, tensors=specs, base=identity)
+    assets = AdapterAssets(
+        peft_document(adapted.peft_config), adapted.description, tensors=specs, base=identity
+    )
     write_assets(assets, checkpoint / "model" / ".hf_metadata")
     state, tied = module_state(adapted.model)
     write_checkpoint(
@@ -263,7 +265,7 @@ def test_adapters_of_another_base_or_rank_are_not_loaded(tmp_path: Path) -> None
         )
         set_stored_layout(adapted.model, StoredLayout())
         assets[name] = AdapterAssets(
-            adapted.peft_config,
+            peft_document(adapted.peft_config),
             adapted.description,
             tensors=tensor_specs(adapted.model),
             base=BaseIdentity(

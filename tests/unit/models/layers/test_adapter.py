@@ -23,6 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from automodel_ckpt.checkpoint.saving.adapter_assets import peft_document
 from automodel_ckpt.checkpoint.state.module_tensors import adapter_keys
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.layers.adapter import add_adapters, copy_saved_modules
@@ -128,9 +129,9 @@ def test_single_layers_have_other_ranks_and_alphas() -> None:
         "layers.1.self_attn.q_proj": (3, 5 / 3),
         "layers.1.self_attn.v_proj": (8, 5 / 8),
     }
-    assert added.peft_config["rank_pattern"] == lora.rank_pattern
+    assert peft_document(added.peft_config)["rank_pattern"] == lora.rank_pattern
     # A glob has no equal in peft's language but names.
-    assert added.peft_config["alpha_pattern"] == {
+    assert peft_document(added.peft_config)["alpha_pattern"] == {
         "^model.layers.1.self_attn.q_proj": 5,
         "^model.layers.1.self_attn.v_proj": 5,
     }
@@ -381,6 +382,6 @@ def test_trained_copies_of_modules_begin_with_all_values_of_the_base(saved: str)
 def test_the_description_has_no_newer_options_that_the_adapter_does_not_use() -> None:
     """Versions of peft before 0.14 reject a file with options that they do not know."""
     lora = Lora(target_modules=["q_proj"], use_dora=True)
-    description = add_adapters(llama(), lora, task_type="CAUSAL_LM").peft_config
+    description = peft_document(add_adapters(llama(), lora, task_type="CAUSAL_LM").peft_config)
     assert not {"peft_version", "qalora_group_size", "lora_bias"} & description.keys()
     assert description["use_dora"] and description["lora_alpha"] == lora.alpha
