@@ -53,13 +53,13 @@ from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.directory import OPENING, RunDirectory
 from automodel_ckpt.checkpoint.run.generation import NOTE
-from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets, is_exportable
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.publisher import SyncSaves
 from automodel_ckpt.checkpoint.saving.save import Assets, Save, SaveReport, SaveSettings
-from automodel_ckpt.checkpoint.state.module_tensors import is_adapted, unwrap
+from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.checkpoint.transfers import Transfers, with_local_directory
 from automodel_ckpt.errors import AutomodelError, RecipeError, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
@@ -453,10 +453,18 @@ class Checkpointer:
 
     def _add_adapters(self, state: Mapping[str, Any]) -> None:
         """Let checkpoints have the files of peft if *state* has adapters: nothing else could load them."""
+        found = {}
         for name, value in state.items() if not self.assets else ():
             module = unwrap(value) if isinstance(value, nn.Module) else value
-            if is_adapted(module):
-                self.assets[name] = AdapterAssets.from_model(module, run=self.directory)
+            if is_exportable(module):
+                found[name] = module
+        if found:
+            # The ranks may have different files of the base.
+            with self._raise_on_all_ranks("reading the base of the adapters", RecipeError):
+                for name, module in found.items():
+                    self.assets[name] = AdapterAssets.from_model(
+                        module, run=self.directory, rank=self._ranks.rank
+                    )
         if any(isinstance(each, AdapterAssets) for each in self.assets.values()):
             self._settings.use_adapter_file(self._options)
 

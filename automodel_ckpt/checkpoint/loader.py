@@ -336,18 +336,17 @@ class CheckpointLoader:
         for name, assets in self._settings.assets.items():
             if name not in manifest.state:
                 continue
-            directory = layout.state_directory(name)
-            places = (directory, f"{directory}/{layout.HF_METADATA}")
-            has_adapters = any(
-                f"{p}/{layout.AUTOMODEL_PEFT_CONFIG}" in manifest.files for p in places
-            )
-            if has_adapters != isinstance(assets, AdapterAssets):
+            has_adapters = _has_file(manifest, name, layout.AUTOMODEL_PEFT_CONFIG)
+            # A Checkpointer without assets writes neither (0.1.0 also for adapters): the tensors tell what they are.
+            is_described = has_adapters or _has_file(manifest, name, CONFIG)
+            if is_described and has_adapters != isinstance(assets, AdapterAssets):
                 raise other_kind_of_run(path, has_adapters=has_adapters)
 
     def _check_base(self, path: Path, manifest: Manifest) -> None:
         """Raise :class:`CheckpointUnusable` where adapters in the checkpoint belong to another base model."""
         for name, assets in self._settings.assets.items():
-            if isinstance(assets, AdapterAssets) and name in manifest.state:
+            is_described = _has_file(manifest, name, layout.AUTOMODEL_PEFT_CONFIG)
+            if isinstance(assets, AdapterAssets) and name in manifest.state and is_described:
                 assets.check_base(path, layout.state_directory(name))
 
     def _model_changes(self, path: Path) -> ConfigChanges:
@@ -378,6 +377,13 @@ class CheckpointLoader:
         self, doing: str, kind: type[AutomodelError]
     ) -> AbstractContextManager[None]:
         return raise_on_all_ranks(self._group, doing, self._run.path, kind)
+
+
+def _has_file(manifest: Manifest, name: str, file: str) -> bool:
+    """Return whether the module *name* of a checkpoint has this side file."""
+    directory = layout.state_directory(name)
+    places = (directory, f"{directory}/{layout.HF_METADATA}")
+    return any(f"{place}/{file}" in manifest.files for place in places)
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

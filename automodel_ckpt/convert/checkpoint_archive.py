@@ -203,7 +203,10 @@ class _Extraction:
             if staging is None:
                 continue
             target = staging / path
-            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError):
+                raise self._unusable(f"{member.name!r} is in a file") from None
             with DurableFile(target, nbytes=member.nbytes) as out:
                 for block in self._reader.blocks(member):
                     out.write(block)

@@ -24,7 +24,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, HFAssets, Resumed
-from automodel_ckpt.checkpoint.state.module_tensors import is_adapted
+from automodel_ckpt.checkpoint.saving.adapter_assets import is_exportable
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.integrations.attributes import TrainerAttributes
 from automodel_ckpt.integrations.state import DeferredRandomState, gloo_group
@@ -161,7 +161,7 @@ class CheckpointCallback(TrainerCallback):
         self._random_state = DeferredRandomState(args.seed, args.process_index)
         self._attributes = TrainerAttributes(self._trainer, self._saved, self._not_saved)
         model = parts["model"]
-        if isinstance(model, PreTrainedModel) or is_adapted(model):
+        if isinstance(model, PreTrainedModel) or is_exportable(model):
             tokenizer = parts["processing_class"]
             checkpointer.assets["model"] = HFAssets.from_model(model, tokenizer=tokenizer)
         if self._resumed is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,4 +80,5 @@ def _parsed(line: bytes) -> ValueDict | None:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value) and 0 <= value <= _MAX_SECONDS
+    # Not math.isfinite(), which fails for the largest integers. Comparisons with NaN are false.
+    return 0 <= value <= _MAX_SECONDS

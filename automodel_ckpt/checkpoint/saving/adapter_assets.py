@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.export.hf_assets import TensorSpec, tensor_specs,
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Files, Values
 from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS, BaseMaps
+from automodel_ckpt.checkpoint.state.module_tensors import is_adapted
 from automodel_ckpt.errors import RecipeError, unusable
 
 # Settings that decide which function an adapter computes. Others affect only training, or the shapes of tensors.
@@ -72,22 +73,29 @@ class AdapterAssets:
         tokenizer: Any = None,
         base_dir: Path | str | None = None,
         run: Path | str | None = None,
+        rank: int | None = None,
     ) -> AdapterAssets:
         """The side files of a ``PeftModel``, as a recipe with a section ``peft`` writes them.
 
         Args:
-            model: The model with one adapter.
+            model: The model with one adapter that is active or trained.
             tokenizer: A tokenizer or processor. None: none.
             base_dir: The directory of the base's files. None: the one that the model was loaded from.
             run: The run directory, from which a base that was moved with it is found.
+            rank: The rank among those that save. None: the one among all.
 
         Raises:
             RecipeError: for several adapters, and for a base without files, on which nothing could load the adapter.
         """
-        if len(model.peft_config) != 1:
+        (adapter, *others) = model.active_adapters
+        config = model.peft_config[adapter]
+        # Those that are neither active nor trained are not of the model, such as the reference that TRL adds.
+        for name, parameter in model.named_parameters():
+            parts = {*name.split(".")} & (model.peft_config.keys() - {adapter})
+            others += parts if parameter.requires_grad else ()
+        if others:
             names = ", ".join(model.peft_config)
             raise _not_exportable("it has several adapters", names, "delete all but one")
-        ((adapter, config),) = model.peft_config.items()
         base = str(base_dir or config.base_model_name_or_path or model.config.name_or_path)
         directory = _directory_of(base, config.revision)
         if directory is None:
@@ -95,13 +103,14 @@ class AdapterAssets:
                 "save the base with save_pretrained, and load it from there before get_peft_model"
             )
             raise _not_exportable("its base has no files", base or "a base without a name", hint)
-        is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+        if rank is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
         return cls(
             peft_document(config),
             _description(model, adapter, config),
             tensors=tensor_specs(model),
             base=identify_base(base, directory, run=run, cache=cache_directory())
-            if is_rank0
+            if rank == 0
             else None,
             tokenizer=tokenizer,
             base_dir=directory,
@@ -218,7 +227,10 @@ def peft_document(peft_config: Any) -> dict[str, Any]:
     Options that peft got later, and the adapter does not use, are left out: earlier versions reject a file with them.
     """
     fields: dict[str, Any] = peft_config.to_dict()
-    unused = type(peft_config)().to_dict()
+    try:
+        unused = type(peft_config)().to_dict()
+    except (TypeError, ValueError):  # AdaLoRA has an option without a default
+        unused = {}
     for key in fields.keys() - _OLD_OPTIONS:
         if fields[key] == unused.get(key):
             del fields[key]
@@ -229,6 +241,15 @@ def peft_document(peft_config: Any) -> dict[str, Any]:
     # save_pretrained writes true also after training, so that a loaded adapter is frozen.
     fields["inference_mode"] = True
     return fields
+
+
+def is_exportable(model: object) -> bool:
+    """Return whether *model* is a ``PeftModel`` of a transformers model: peft loads adapters of no other from files."""
+    if not is_adapted(model):
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(model.get_base_model(), PreTrainedModel)
 
 
 def _not_exportable(why: str, value: str, hint: str) -> RecipeError:
@@ -265,8 +286,9 @@ def _description(model: Any, adapter: str, config: Any) -> dict[str, Any]:
     found["targets"] = list(layers)
     found["ranks"] = {name: layer.r[adapter] for name, layer in layers.items()}
     found["alphas"] = {name: layer.lora_alpha[adapter] for name, layer in layers.items()}
-    found["parameters"] = list(getattr(config, "target_parameters", None) or ())
-    found["saved"] = list(getattr(config, "modules_to_save", None) or ())
+    # Sorted: the order of a set of text differs between processes.
+    found["parameters"] = sorted(getattr(config, "target_parameters", None) or ())
+    found["saved"] = sorted(getattr(config, "modules_to_save", None) or ())
     return found
 
 

@@ -26,6 +26,8 @@ from automodel_ckpt.convert.imports.source_files import (
 )
 from automodel_ckpt.convert.open import Weights, open_weights
 
+# Named as a file, it would be imported as a model.
+_OLD_ADAPTER = "adapter_model.bin"
 _SINGLE_FILES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".nemo", ".qnemo")
 _MAX_NAMED = 5
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
@@ -171,6 +173,8 @@ def _located(source: Path) -> tuple[Path, Format]:
 
 def _found(source: Path) -> str:
     names = sorted(os.listdir(source))
+    if _OLD_ADAPTER in names:
+        return f"{_OLD_ADAPTER} of an old version of peft: load it with peft, and save it again"
     # A single file comes first: it may be the model.
     names.sort(key=lambda name: not name.endswith(_SINGLE_FILES))
     found = ", ".join(names[:_MAX_NAMED]) or "nothing"

@@ -221,7 +221,7 @@ def old_adapter(path: Path) -> Path:
         (pickled, "name the file"),
         (hub_model, "it contains blobs, snapshots: name the file or the directory"),
         (gguf_directory, "it contains model.gguf: name the file"),
-        (old_adapter, "it contains adapter_model.bin, adapter_config.json: name"),
+        (old_adapter, "of an old version of peft"),
         (lambda path: path, "relative paths start at the working directory"),
         (taken, "already"),
         (config_link, "symbolic link points outside"),

@@ -230,6 +230,7 @@ def test_damaged_lines_are_ignored(tmp_path: Path, clock: Clock) -> None:
     with (tmp_path / TIMELINE_LOG).open("a") as log:
         log.write('{"event": "start", "start": 7, "time": 1, "step": 0}\n{"event": "end", "start"')
         log.write('\n{"event": "end", "start": "x", "time": -1, "step": true, "seconds": {}}\n[]\n')
+        log.write(f'{{"event": "start", "start": "x", "time": 1{"0" * 400}, "step": 0}}\n')
     run.kill(start)
     with (tmp_path / "training.jsonl").open("a") as log:
         log.write(f'{{"step": 3, "seconds": 1{"0" * 400}}}\n')

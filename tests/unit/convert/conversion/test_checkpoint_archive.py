@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
 from tests.support.models import tiny
 
@@ -142,3 +146,24 @@ def test_an_archive_that_cannot_be_opened_is_named_and_no_run_directory_is_made(
         assert "the archive cannot be read" in message
         assert str(archive) in message
     assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_is_also_a_directory_is_named(tmp_path: Path, capsys: Capture) -> None:
+    import zstandard
+
+    checkpoint = run_of(tmp_path / "run") / "epoch_0_step_1"
+    manifest = Manifest.read(checkpoint)
+    files = {**manifest.files, "losses.json/x": manifest.files["losses.json"]}
+    members = {"MANIFEST.json": replace(manifest, files=files).to_bytes()}
+    for name in sorted(files):
+        members[name] = (checkpoint / name.removesuffix("/x")).read_bytes()
+    with tarfile.open(tmp_path / "plain", "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(f"epoch_0_step_1/{name}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    file = tmp_path / "run.tar.zst"
+    file.write_bytes(zstandard.compress((tmp_path / "plain").read_bytes()))
+    assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) == 3
+    assert "'epoch_0_step_1/losses.json/x' is in a file" in capsys.readouterr().err
+    assert not list((tmp_path / "back").glob("*epoch*"))
