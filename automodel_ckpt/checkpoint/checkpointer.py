@@ -53,7 +53,7 @@ from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.directory import OPENING, RunDirectory
 from automodel_ckpt.checkpoint.run.generation import NOTE
-from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets, has_transformers_base
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.saving.planner import Planner
@@ -455,7 +455,8 @@ class Checkpointer:
         """Let checkpoints have the files of peft if *state* has adapters: nothing else could load them."""
         for name, value in state.items() if not self.assets else ():
             module = unwrap(value) if isinstance(value, nn.Module) else value
-            if is_adapted(module):
+            # A base of another class has no files: its adapters are resumed, and not exported.
+            if is_adapted(module) and has_transformers_base(module):
                 self.assets[name] = AdapterAssets.from_model(module, run=self.directory)
         if any(isinstance(each, AdapterAssets) for each in self.assets.values()):
             self._settings.use_adapter_file(self._options)

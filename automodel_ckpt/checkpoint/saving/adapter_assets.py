@@ -76,18 +76,33 @@ class AdapterAssets:
         """The side files of a ``PeftModel``, as a recipe with a section ``peft`` writes them.
 
         Args:
-            model: The model with one adapter.
+            model: The model with one adapter, and others that do not train, such as a reference.
             tokenizer: A tokenizer or processor. None: none.
             base_dir: The directory of the base's files. None: the one that the model was loaded from.
             run: The run directory, from which a base that was moved with it is found.
 
         Raises:
-            RecipeError: for several adapters, and for a base without files, on which nothing could load the adapter.
+            RecipeError: for several adapters that train, for those that are no weights of layers, and for a base
+                without files, on which nothing could load the adapter.
         """
-        if len(model.peft_config) != 1:
-            names = ", ".join(model.peft_config)
-            raise _not_exportable("it has several adapters", names, "delete all but one")
-        ((adapter, config),) = model.peft_config.items()
+        adapter = model.active_adapters[0]
+        config = model.peft_config[adapter]
+        others = [name for name in model.peft_config if name != adapter]
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and any(f".{other}" in name for other in others):
+                names = ", ".join(model.peft_config)
+                raise _not_exportable("several of its adapters train", names, "freeze all but one")
+        if config.is_prompt_learning or config.peft_type == "ADALORA":
+            value, hint = (
+                f"{type(config).__name__}",
+                "use LoRA, or another method that adapts layers",
+            )
+            raise _not_exportable("its tensors depend on more than its layers", value, hint)
+        if not has_transformers_base(model):
+            value = type(model.get_base_model()).__name__
+            raise _not_exportable(
+                "its base is no model of transformers", value, "save it without assets"
+            )
         base = str(base_dir or config.base_model_name_or_path or model.config.name_or_path)
         directory = _directory_of(base, config.revision)
         if directory is None:
@@ -95,6 +110,10 @@ class AdapterAssets:
                 "save the base with save_pretrained, and load it from there before get_peft_model"
             )
             raise _not_exportable("its base has no files", base or "a base without a name", hint)
+        # As in save_pretrained: the rows of new tokens are nowhere else.
+        of_base = type(model.config).from_pretrained(directory).get_text_config()
+        if of_base.vocab_size != model.config.get_text_config().vocab_size:
+            model.save_embedding_layers = True
         is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
         return cls(
             peft_document(config),
@@ -229,6 +248,13 @@ def peft_document(peft_config: Any) -> dict[str, Any]:
     # save_pretrained writes true also after training, so that a loaded adapter is frozen.
     fields["inference_mode"] = True
     return fields
+
+
+def has_transformers_base(model: Any) -> bool:
+    """Return whether the base of a ``PeftModel`` is a model of transformers."""
+    from transformers import PreTrainedModel
+
+    return isinstance(model.get_base_model(), PreTrainedModel)
 
 
 def _not_exportable(why: str, value: str, hint: str) -> RecipeError:
