@@ -27,6 +27,7 @@ _ROLLOUTS = f"{_AVERAGES} _step _buffered_inputs _logs _pending_extra_logs _pend
 _SAVED = {
     # The loss since the last log, for the average of the next one.
     _TRAINER: "_tr_loss _globalstep_last_logged",
+    "transformers.trainer_seq2seq.Seq2SeqTrainer": "",
     "trl.trainer.sft_trainer.SFTTrainer": _AVERAGES,
     "trl.trainer.dpo_trainer.DPOTrainer": _AVERAGES,
     "trl.trainer.kto_trainer.KTOTrainer": _AVERAGES,
@@ -36,6 +37,7 @@ _SAVED = {
 }
 """The attributes of a class that a resume needs."""
 _WITHOUT_EFFECT = {
+    "transformers.trainer_seq2seq.Seq2SeqTrainer": "_gen_kwargs",
     "trl.trainer.grpo_trainer.GRPOTrainer": "_current_train_step_time _last_loaded_step",
     "trl.trainer.rloo_trainer.RLOOTrainer": "_current_train_step_time _last_loaded_step",
 }
@@ -57,16 +59,20 @@ class TrainerAttributes:
 
     def __init__(self, trainer: Any, saved: Collection[str], not_saved: Collection[str]) -> None:
         self._trainer = trainer
-        self._saved = [*_listed(_SAVED, trainer), *saved]
+        listed = [*_listed(_SAVED, trainer), *saved]
         if getattr(trainer.args, "sync_ref_model", False):
-            self._saved.append("ref_model")
+            listed.append("ref_model")
+        self._saved = [name for name in listed if name not in not_saved]
         self._ignored = {*_listed(_WITHOUT_EFFECT, trainer), *not_saved, *self._saved}
         for known in _classes(trainer):
             is_base = _name(known) == _TRAINER
             for name in _names_set_by(known):
-                if is_base or not _is_plain(getattr(trainer, name, None)):
+                value = getattr(trainer, name, None)
+                # Of modules, only those of the table train. To read others, such as a reference, takes long.
+                if is_base or isinstance(value, _LARGE) or not _is_plain(value):
                     self._ignored.add(name)
         self._before = self._digests()
+        self._unknown: dict[str, bool] = {}
         self._order = _order(trainer)
         if self._saved == _SAVED[_TRAINER].split():
             # They are of one log: on other ranks, its average begins anew.
@@ -83,6 +89,7 @@ class TrainerAttributes:
         for name, digest in self._digests().items():
             if digest != self._before.get(name):
                 found[name] = _is_plain(getattr(self._trainer, name))
+        self._unknown = found
         return found
 
     def modules(self) -> dict[str, Any]:
@@ -91,12 +98,15 @@ class TrainerAttributes:
         return {name: value for name, value in found.items() if isinstance(value, _LARGE)}
 
     def state_dict(self) -> dict[str, Any]:
-        unknown = self.unknown()
         values = {}
-        for name in [*self._saved, *(name for name in unknown if unknown[name])]:
+        for name in self._saved:
             value = getattr(self._trainer, name, None)
             if not isinstance(value, _LARGE):
                 values[name] = self._stored(name, value)
+        # Those of the last call of unknown(), with modules: the next start does not know their names.
+        for name, is_plain in self._unknown.items():
+            if is_plain:
+                values[name] = self._stored(name, getattr(self._trainer, name))
         return {"values": values, "order": self._order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -56,7 +56,8 @@ class _TrainerStateText:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.text = state["json"]
-        self.unknown = state["unknown"]
+        # Checkpoints of earlier versions do not have it.
+        self.unknown = state.get("unknown", {})
 
 
 class CheckpointCallback(TrainerCallback):
@@ -71,7 +72,8 @@ class CheckpointCallback(TrainerCallback):
     Args:
         directory: The run directory.
         options: What to keep, and how to save. By default, ``save_total_limit``, ``metric_for_best_model`` and
-            ``greater_is_better`` of the TrainingArguments decide what is kept.
+            ``greater_is_better`` of the TrainingArguments decide what is kept. With ``load_best_model_at_end``, the
+            latter two decide in any case which checkpoint is the best one.
         saved: Attributes of a Trainer's subclass that a resume needs, and that :mod:`attributes` does not know.
         not_saved: Attributes that change during training without effect on a resumed run, such as a cache.
     """
@@ -90,6 +92,7 @@ class CheckpointCallback(TrainerCallback):
         self._trainer: Any = None
         self._checkpointer: Checkpointer | None = None
         self._resumed: Resumed | None = None
+        self._unknown_there: frozenset[str] = frozenset()
         self._resume_directory: str | None = None
         self._random_state: DeferredRandomState | None = None
         self._attributes: TrainerAttributes | None = None
@@ -112,10 +115,12 @@ class CheckpointCallback(TrainerCallback):
         _check(trainer)
         self.close()
         self._trainer = trainer
-        options = self._options or _options_of(trainer.args)
+        # Of a training that was interrupted in this process.
+        self._is_due, self._metrics = False, {}
+        options = self._chosen_options()
         saved = _TrainerStateText()
         # Only the TrainerState: the model may be on another device, and wrapped, when training begins.
-        only_text = dataclasses.replace(options, allow_missing_state=self._names())
+        only_text = dataclasses.replace(options, allow_missing_state=self._names(options))
         group = gloo_group()
         reader = Checkpointer(self._directory, group=group, options=only_text)
         try:
@@ -124,11 +129,14 @@ class CheckpointCallback(TrainerCallback):
             reader.close()
         if self._resumed is not None:
             self._check_attributes(saved.unknown)
+            self._unknown_there = frozenset(saved.unknown)
             # Its files were verified a moment ago.
             path = str(self._resumed.path)
             options = dataclasses.replace(options, restore_from=path, verify="size")
         self._checkpointer = Checkpointer(self._directory, group=group, options=options)
         self._checkpointer.open()
+        # Callbacks can ask for a save after this one has taken over those of its step.
+        trainer._save_checkpoint = self._take_over
         if self._resumed is None:
             return None
         self._resume_directory = tempfile.mkdtemp(prefix="automodel-ckpt-")
@@ -142,6 +150,7 @@ class CheckpointCallback(TrainerCallback):
         """Wait for saves in progress and release the run directory. The end of training calls it."""
         self._remove_resume_directory()
         if self._checkpointer is not None:
+            del self._trainer._save_checkpoint
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.close()
 
@@ -162,11 +171,15 @@ class CheckpointCallback(TrainerCallback):
         self._attributes = TrainerAttributes(self._trainer, self._saved, self._not_saved)
         model = parts["model"]
         if isinstance(model, PreTrainedModel) or is_exportable(model):
-            tokenizer = parts["processing_class"]
-            checkpointer.assets["model"] = HFAssets.from_model(model, tokenizer=tokenizer)
+            given = {"tokenizer": parts["processing_class"]}
+            if is_exportable(model):
+                given["run"] = checkpointer.directory
+            checkpointer.assets["model"] = HFAssets.from_model(model, **given)
         if self._resumed is None:
             return
-        checkpointer.load(self._state(state, parts))
+        found = self._state(state, parts)
+        # A module that nobody had named is among the attributes there.
+        checkpointer.load({name: found[name] for name in found if name not in self._unknown_there})
         self._remove_resume_directory()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -200,7 +213,8 @@ class CheckpointCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Keep the metrics for a save of this step."""
-        self._metrics = dict(parts["metrics"])
+        # There is a call for each of several data sets.
+        self._metrics.update(parts["metrics"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Save the last step, wait for the save, load the best model if asked, and release the run directory."""
@@ -212,6 +226,10 @@ class CheckpointCallback(TrainerCallback):
 
     # ---------------------------------------------------------------- parts of them
 
+    def _take_over(self, *_: Any, **__: Any) -> None:
+        """Save before the next step what the Trainer would save now."""
+        self._is_due = True
+
     def _open_checkpointer(self) -> Checkpointer:
         if self._checkpointer is None:
             raise RecipeError(
@@ -222,9 +240,15 @@ class CheckpointCallback(TrainerCallback):
             )
         return self._checkpointer
 
-    def _names(self) -> tuple[str, ...]:
+    def _chosen_options(self) -> CheckpointOptions:
+        """The options of the checkpoints: what is not saved may be missing in either direction."""
+        options = _options_of(self._trainer.args, self._options)
+        allowed = (*options.allow_missing_state, *self._not_saved)
+        return dataclasses.replace(options, allow_missing_state=allowed)
+
+    def _names(self, options: CheckpointOptions) -> tuple[str, ...]:
         """The names that a checkpoint can have beside the TrainerState."""
-        return (*_ALWAYS_SAVED, *self._saved)
+        return (*options.allow_missing_state, *_ALWAYS_SAVED, *self._saved)
 
     def _remove_resume_directory(self) -> None:
         if self._resume_directory is not None:
@@ -238,11 +262,16 @@ class CheckpointCallback(TrainerCallback):
 
     def _load_best(self, model: Any) -> None:
         """Load the weights of the best checkpoint into *model*."""
-        options = self._options or _options_of(self._trainer.args)
+        if not (Path(self._directory) / "LOWEST_VAL").exists():
+            log.warning(
+                "there is no best model to load: no checkpoint has the metric of an evaluation"
+            )
+            return
+        options = self._chosen_options()
         only_model = dataclasses.replace(
             options,
             restore_from="LOWEST_VAL",
-            allow_missing_state=(*_ALWAYS_SAVED, "trainer_state"),
+            allow_missing_state=(*self._names(options), "trainer_state"),
         )
         reader = Checkpointer(self._directory, group=gloo_group(), options=only_model)
         try:
@@ -332,12 +361,20 @@ def _unknown_hint(names: Collection[str], unknown: Mapping[str, bool]) -> str:
     return "; ".join(hints)
 
 
-def _options_of(args: Any) -> CheckpointOptions:
-    """Return the options that the TrainingArguments ask for."""
+def _options_of(args: Any, given: CheckpointOptions | None) -> CheckpointOptions:
+    """Return the options *given*, with those that the TrainingArguments ask for."""
+    if given is not None and not args.load_best_model_at_end:
+        return given
+    limit = args.save_total_limit
+    if given is None:
+        # The Trainer does not remove checkpoints if the limit is 0.
+        given = CheckpointOptions(
+            keep_last=limit if limit and limit > 0 else None,
+            keep_best=int(args.load_best_model_at_end),
+        )
     metric = args.metric_for_best_model or "loss"
-    return CheckpointOptions(
-        keep_last=args.save_total_limit,
-        keep_best=int(args.load_best_model_at_end),
+    return dataclasses.replace(
+        given,
         best_metric_key=metric if metric.startswith("eval_") else f"eval_{metric}",
         best_mode="max" if args.greater_is_better else "min",
     )

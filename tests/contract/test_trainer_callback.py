@@ -15,6 +15,10 @@ from transformers import (
     EarlyStoppingCallback,
     LlamaConfig,
     LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -65,6 +69,8 @@ def make_trainer(
     last: int | None = None,
     kind: type[Trainer] = Trainer,
     model: Any = None,
+    eval_dataset: Any = None,
+    compute_metrics: Any = None,
     **settings: Any,
 ) -> tuple[Trainer, Record]:
     config = LlamaConfig(
@@ -94,11 +100,13 @@ def make_trainer(
         "disable_tqdm": True,
         "use_cpu": True,
     }
+    made = Seq2SeqTrainingArguments if kind is Seq2SeqTrainer else TrainingArguments
     trainer = kind(
         model,
-        TrainingArguments(str(output), **(arguments | settings)),
+        made(str(output), **(arguments | settings)),
         train_dataset=samples(),
-        eval_dataset=samples()[:4],
+        eval_dataset=eval_dataset or samples()[:4],
+        compute_metrics=compute_metrics,
         callbacks=[*callbacks, record],
     )
     return trainer, record
@@ -238,6 +246,97 @@ def test_a_subclass_with_state_is_resumed_if_it_is_named(
     assert before.losses | without.losses != whole.losses
 
 
+class Averaged(Trainer):
+    """Has a second model, an average."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ema = torch.nn.Linear(2, 2)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            self.ema.weight.add_(1)
+        return super().training_step(*args, **kwargs)
+
+
+def test_a_module_is_restored_whenever_it_is_named(tmp_path: Path) -> None:
+    made: dict[str, Any] = {"kind": Averaged, "load_best_model_at_end": True}
+    whole, _ = run(tmp_path / "whole", saved=("ema",), **made)
+    run(tmp_path / "run", last=8, **made)
+    with pytest.raises(RecipeError, match="ema"):
+        run(tmp_path / "run", **made)
+    # Here it is among the attributes; from the next checkpoint on, it has a directory.
+    named = ("ema",)
+    run(tmp_path / "run", last=11, saved=named, **made)
+    shutil.copytree(tmp_path / "run", tmp_path / "without", symlinks=True)
+    resumed, _ = run(tmp_path / "run", saved=named, **made)
+    assert torch.equal(resumed.ema.weight, whole.ema.weight)
+    without, _ = run(tmp_path / "without", not_saved=named, **made)
+    assert without.state.global_step == 15
+    assert not torch.equal(without.ema.weight, whole.ema.weight)
+
+
+def test_the_best_model_is_chosen_by_the_arguments_of_the_trainer(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def rises(_: Any) -> dict[str, float]:
+        seen.append(1)
+        return {"accuracy": len(seen) / 100}
+
+    settings: dict[str, Any] = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_first_accuracy",
+        "eval_dataset": {"first": samples()[:4], "second": samples()[4:8]},
+        "compute_metrics": rises,
+    }
+    run(tmp_path / "run", CheckpointOptions(keep_last=1), **settings)
+    assert (tmp_path / "run/LOWEST_VAL").resolve().name == "epoch_2_step_15"
+    # Without an evaluation there is none; a limit of 0 removes none.
+    run(tmp_path / "none", load_best_model_at_end=True, eval_delay=99, save_total_limit=0)
+    assert len(list((tmp_path / "none").glob("epoch_*"))) == 5
+
+
+class Ask(TrainerCallback):
+    """Asks for a save of step 4, and can end the run in the evaluation of step 6."""
+
+    is_killed = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        control.should_save = control.should_save or state.global_step == 4
+        return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.is_killed and state.global_step == 6:
+            raise Killed
+
+
+def test_other_callbacks_and_a_second_start_in_the_process(tmp_path: Path) -> None:
+    checkpoints, ask = CheckpointCallback(tmp_path / "run"), Ask()
+    for is_killed in (True, False):
+        ask.is_killed = is_killed
+        trainer, _ = make_trainer(tmp_path / "output", checkpoints, ask)
+        start = checkpoints.resume(trainer)
+        try:
+            trainer.train(resume_from_checkpoint=start)
+        except Killed:
+            # A save of step 6 is due, but the next start continues after step 4.
+            continue
+    steps = {int(path.name.rpartition("_")[2]) for path in (tmp_path / "run").glob("epoch_*")}
+    assert steps == {3, 4, 6, 9, 12, 15}
+    assert not list((tmp_path / "output").glob("checkpoint*"))
+
+
+def test_generation_in_evaluations_is_no_state(tmp_path: Path) -> None:
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
+    for last in (8, None):
+        torch.manual_seed(0)
+        model = T5ForConditionalGeneration(
+            T5Config(vocab_size=32, decoder_start_token_id=0, **sizes)
+        )
+        trainer, _ = run(tmp_path / "run", last=last, kind=Seq2SeqTrainer, model=model)
+    assert trainer.state.global_step == 15
+
+
 def test_an_average_of_several_losses_continues(tmp_path: Path) -> None:
     _, whole = run(tmp_path / "whole", logging_steps=5)
     _, before = run(tmp_path / "run", last=8, logging_steps=5)
@@ -277,6 +376,47 @@ def test_adapters_are_saved_as_a_recipe_saves_them(tmp_path: Path) -> None:
     Checkpointer(tmp_path / "bare").load({"model": resumed})
     for name, parameter in bare.named_parameters():
         assert torch.equal(parameter, resumed.get_parameter(name)), name
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_with_new_tokens_or_a_reference_or_a_base_of_another_class(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    make_trainer(tmp_path / "output")[0].model.save_pretrained(tmp_path / "base")
+
+    def adapted(seed: int) -> Any:
+        torch.manual_seed(seed)
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        base.resize_token_embeddings(40)  # the new rows are random
+        model = get_peft_model(base, config)
+        model.add_adapter("ref", config)  # as TRL does; it does not train
+        return model
+
+    def small(seed: int) -> Any:
+        torch.manual_seed(seed)
+        layers = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        return get_peft_model(layers, LoraConfig(r=2, target_modules=["0"]))
+
+    for number, make in enumerate((adapted, small)):
+        saved, resumed = make(1), make(2)
+        Checkpointer(tmp_path / str(number)).save({"model": saved}, step=1, epoch=0)
+        Checkpointer(tmp_path / str(number)).load({"model": resumed})
+        names = ("embed_tokens", "lm_head", "lora_A.default", "lora_B.default")
+        for name, parameter in saved.named_parameters():
+            if any(part in name for part in names):
+                assert torch.equal(parameter, resumed.get_parameter(name)), name
+    merged = tmp_path / "merged"
+    assert ckpt.main(["export", "--merge", str(tmp_path / "0/LATEST"), "-o", str(merged)]) == 0
+    embeddings = AutoModelForCausalLM.from_pretrained(merged).get_input_embeddings().weight
+    assert embeddings.shape[0] == 40
+
+    # Each of several that train would need its own files.
+    both = adapted(1)
+    for parameter in both.parameters():
+        parameter.requires_grad_(True)
+    with pytest.raises(RecipeError, match="freeze all but one"):
+        HFAssets.from_model(both)
 
 
 @pytest.mark.filterwarnings("ignore:The PEFT config's:UserWarning")

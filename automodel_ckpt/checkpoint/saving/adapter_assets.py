@@ -78,24 +78,32 @@ class AdapterAssets:
         """The side files of a ``PeftModel``, as a recipe with a section ``peft`` writes them.
 
         Args:
-            model: The model with one adapter that is active or trained.
+            model: The model with one adapter that is active or trained. Others are left out, such as a frozen reference.
             tokenizer: A tokenizer or processor. None: none.
             base_dir: The directory of the base's files. None: the one that the model was loaded from.
             run: The run directory, from which a base that was moved with it is found.
             rank: The rank among those that save. None: the one among all.
 
         Raises:
-            RecipeError: for several adapters, and for a base without files, on which nothing could load the adapter.
+            RecipeError: for several adapters that train, for those that are no weights of layers, and for a base
+                without files, on which nothing could load the adapter.
         """
         (adapter, *others) = model.active_adapters
         config = model.peft_config[adapter]
-        # Those that are neither active nor trained are not of the model, such as the reference that TRL adds.
         for name, parameter in model.named_parameters():
             parts = {*name.split(".")} & (model.peft_config.keys() - {adapter})
             others += parts if parameter.requires_grad else ()
         if others:
             names = ", ".join(model.peft_config)
-            raise _not_exportable("it has several adapters", names, "delete all but one")
+            raise _not_exportable("several of its adapters train", names, "freeze all but one")
+        if config.is_prompt_learning or config.peft_type == "ADALORA":
+            value, hint = type(config).__name__, "use LoRA, or another method that adapts layers"
+            raise _not_exportable("its tensors depend on more than its layers", value, hint)
+        if not is_exportable(model):
+            value = type(model.get_base_model()).__name__
+            raise _not_exportable(
+                "its base is no model of transformers", value, "save it without assets"
+            )
         base = str(base_dir or config.base_model_name_or_path or model.config.name_or_path)
         directory = _directory_of(base, config.revision)
         if directory is None:
@@ -103,6 +111,10 @@ class AdapterAssets:
                 "save the base with save_pretrained, and load it from there before get_peft_model"
             )
             raise _not_exportable("its base has no files", base or "a base without a name", hint)
+        # As in save_pretrained: the rows of new tokens are nowhere else.
+        of_base = type(model.config).from_pretrained(directory).get_text_config()
+        if of_base.vocab_size != model.config.get_text_config().vocab_size:
+            model.save_embedding_layers = True
         if rank is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
         return cls(
@@ -227,10 +239,7 @@ def peft_document(peft_config: Any) -> dict[str, Any]:
     Options that peft got later, and the adapter does not use, are left out: earlier versions reject a file with them.
     """
     fields: dict[str, Any] = peft_config.to_dict()
-    try:
-        unused = type(peft_config)().to_dict()
-    except (TypeError, ValueError):  # AdaLoRA has an option without a default
-        unused = {}
+    unused = type(peft_config)().to_dict()
     for key in fields.keys() - _OLD_OPTIONS:
         if fields[key] == unused.get(key):
             del fields[key]

@@ -14,7 +14,12 @@ from torch.distributed.tensor import DTensor
 from tests.contract.test_trainer_callback import run
 from tests.support import ranks
 
-SHARDED = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
+SHARDED = {
+    "fsdp": "full_shard",
+    "fsdp_config": {"version": 2},
+    # Otherwise, the arguments of the Trainer replace the state that trained() prepares.
+    "accelerator_config": {"use_configured_state": True},
+}
 
 
 def trained(
