@@ -78,7 +78,7 @@ class AdapterAssets:
         """The side files of a ``PeftModel``, as a recipe with a section ``peft`` writes them.
 
         Args:
-            model: The model with one adapter that is active or trained. Others are left out, such as a frozen reference.
+            model: The model with one adapter that is active or trained. Frozen ones, such as a reference, are left out.
             tokenizer: A tokenizer or processor. None: none.
             base_dir: The directory of the base's files. None: the one that the model was loaded from.
             run: The run directory, from which a base that was moved with it is found.
