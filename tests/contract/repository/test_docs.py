@@ -45,6 +45,7 @@ FOLLOWED = {
     "export",
     "from-chats-to-a-model",
     "hub",
+    "library",
     "operations",
     "recipe-files",
     "which-method",
