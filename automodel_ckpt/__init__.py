@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.base.former_names import keep_former_names
 from automodel_ckpt.base.version import __version__
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ _HOMES = {
     "load_recipe": "automodel_ckpt.api",
     "train": "automodel_ckpt.api",
 }
+
+keep_former_names()
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.base.former_names import current_name
 from automodel_ckpt.config.bind import Binder
 from automodel_ckpt.config.other_names import OTHER_NAMES, program_of
 from automodel_ckpt.config.overrides import Override, graft
@@ -229,6 +230,10 @@ def bind_recipe(
     root = parsed.copy()
     for override in overrides:
         graft(root, override, found)
+    # Former names of this package's classes, which recipes and saved configurations have.
+    for _, node in root.walk():
+        if isinstance(node.value, str):
+            node.value = current_name(node.value)
     translation = _translated(root, path)
     translated = None
     if translation is not None:

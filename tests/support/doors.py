@@ -15,6 +15,7 @@ PUBLIC = {
     "automodel_ckpt.errors",
     # Recipes of the examples name its functions.
     "automodel_ckpt.examples.data.python_docs",
+    "automodel_ckpt.recipes.base",
     "automodel_ckpt.recipes.llm_finetune",
     # A user's recipe derives its loop from the class there (docs/guides/write-a-recipe.md).
     "automodel_ckpt.training.loop.TrainingLoop",

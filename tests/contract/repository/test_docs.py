@@ -168,9 +168,11 @@ def test_a_guide_can_be_followed(
 
 
 def is_run(block: Block) -> bool:
-    """Whether a block is run: without ``norun``, and with ``norun=needs_PACKAGE`` where the package is installed."""
-    package = block.options.get("norun", "").removeprefix("needs_")
-    return not package or importlib.util.find_spec(package) is not None
+    """Whether a block is run: without ``norun``, and for other trainers where they are installed (`make trainers`)."""
+    reason = block.options.get("norun")
+    if reason in ("needs_trl", "needs_lightning"):
+        return importlib.util.find_spec(reason.removeprefix("needs_")) is not None
+    return reason is None
 
 
 def stop_after_a_step(command: str, directory: Path) -> None:

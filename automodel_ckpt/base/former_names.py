@@ -1,0 +1,64 @@
+"""Modules that users' recipes import or name in ``_target_``, and that have moved since: both names work."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_PACKAGE = "automodel_ckpt."
+FORMER = {
+    "checkpoint.module_tensors": "checkpoint.state.module_tensors",
+    "config.rules": "config.tree.rules",
+    "data.mock": "examples.data.mock",
+    "data.media.media": "data.media.media_files",
+    "data.pairs.joint_pairs": "data.text_pairs",
+    "data.pairs.preference_rows": "data.preference",
+    "data.samples.truncation": "data.samples.tokenized",
+    "distributed.agree": "parallel.ranks.agree",
+    "recipes.base": "training.base",
+    "recipes.loop": "training.loop",
+    "recipes.objective": "training.parts.objective",
+    "recipes.pairs": "recipes.preference",
+    "recipes.recipe": "training.recipe",
+    "training.adam8bit": "optim.adam8bit",
+    "training.muon": "optim.muon",
+    "training.rng": "base.rng",
+}
+
+
+def current_name(name: str) -> str:
+    """Return the present dotted name of an object that has *name*, of a module of ``FORMER`` or of any other."""
+    module, _, attribute = name.removeprefix(_PACKAGE).rpartition(".")
+    if not name.startswith(_PACKAGE) or module not in FORMER:
+        return name
+    return f"{_PACKAGE}{FORMER[module]}.{attribute}"
+
+
+class _FormerModules(MetaPathFinder, Loader):
+    """Imports a module of ``FORMER`` as the present one; their packages, if they are gone, as empty ones."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        name = fullname.removeprefix(_PACKAGE)
+        if name in FORMER:
+            return ModuleSpec(fullname, self)
+        if any(former.startswith(f"{name}.") for former in FORMER):
+            return ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        present = FORMER.get(module.__name__.removeprefix(_PACKAGE))
+        if present is not None:
+            found = vars(importlib.import_module(_PACKAGE + present))
+            module.__dict__.update({key: value for key, value in found.items() if key[:2] != "__"})
+            module.__doc__ = found["__doc__"]
+
+
+def keep_former_names() -> None:
+    """Let imports of former names work. They are looked up last, only where there is no such module."""
+    sys.meta_path.append(_FormerModules())
