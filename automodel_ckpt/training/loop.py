@@ -40,6 +40,7 @@ from automodel_ckpt.training.measure.measurements import (
 from automodel_ckpt.training.model.sections import is_fully_sharded
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.saves import Saves, again, signal_name
+from automodel_ckpt.training.start.start_rank import check_part
 from automodel_ckpt.training.values.records import Control, Number, StepResult, Validation
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler
 from automodel_ckpt.training.values.step_numbers import (
@@ -282,6 +283,7 @@ class TrainingLoop:
             with self.errors.explained(doing, batch):
                 with nullcontext() if profiler is None else profiler.step(step):
                     due = self.step(batch, control)
+                check_part(self, "step", due, Due)
                 if due.anything:
                     self.finish_pending()
         except DeviceMemoryError:
@@ -332,7 +334,9 @@ class TrainingLoop:
         scheduler.start_step()
         # Read before the schedule moves on: the log has the rate that this step used.
         lr = current_rate(self.optimizer)
-        loss_sum, grad_norm = self.train_step(batch, control)
+        trained = self.train_step(batch, control)
+        check_part(self, "train_step", trained, tuple)
+        loss_sum, grad_norm = trained
         # Without labels, the step changed no weight.
         if self.weight_average is not None and control.count:
             self.weight_average.update(scheduler.step + 1, grad_norm)

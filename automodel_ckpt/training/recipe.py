@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,11 +41,14 @@ from automodel_ckpt.training.start.base_commit import pin_base
 from automodel_ckpt.training.start.resume import check_own, load_checkpoint, log_omitted_state
 from automodel_ckpt.training.start.start_rank import (
     check_classes,
+    check_hidden_methods,
     check_model,
     start_rank,
 )
 from automodel_ckpt.training.stop_tokens import set_generation
 from automodel_ckpt.training.watch.batch_errors import BatchErrors
+
+log = logging.getLogger("automodel_ckpt")
 
 
 class Recipe(RecipeParts):
@@ -188,6 +192,7 @@ class Recipe(RecipeParts):
 
         It is the end of :meth:`setup`: nothing may draw random numbers between it and the first step.
         """
+        check_hidden_methods(self)
         state = discover(self)
         if self.checkpointer is not None:
             log_omitted_state(self, self.untracked)

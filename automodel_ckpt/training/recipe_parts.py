@@ -48,7 +48,7 @@ from automodel_ckpt.training.parts.objective import Objective, Tensors, build_lo
 from automodel_ckpt.training.parts.optimizers import build_optimizer, log_groups
 from automodel_ckpt.training.saves.checkpointing import export_assets, model_layout
 from automodel_ckpt.training.saves.saves import Saves
-from automodel_ckpt.training.start.start_rank import validate_equal_lengths
+from automodel_ckpt.training.start.start_rank import check_part, validate_equal_lengths
 from automodel_ckpt.training.unsupported import Unsupported, unsupported_keys
 from automodel_ckpt.training.values.run_log import RunLog
 
@@ -200,7 +200,10 @@ class RecipeParts:
         log.info("%s; %s", self.trainable.summary, steps)
         log.info("precision: %s", self.trainable.precision)
         self.optimizer = self.build_optimizer()
+        check_part(self, "build_optimizer", self.optimizer, Optimizer)
         self.lr_scheduler = self.build_lr_scheduler()
+        if self.lr_scheduler is not None:
+            check_part(self, "build_lr_scheduler", self.lr_scheduler, LRScheduler)
         self.loss_fn = self.build_loss_fn()
 
     # ---------------------------------------------------------------- the data

@@ -145,18 +145,70 @@ def start_rank(
 _PACKAGE = "automodel_ckpt."
 
 
-def check_classes(recipe: Any, base: Any) -> None:
-    """Raise :class:`RecipeError` if *recipe* computes the loss or the step in its own way, and has pipeline stages.
+def check_part(owner: object, method: str, part: object, kind: type) -> None:
+    """Raise :class:`RecipeError` if the *part* that a *method* of a user's class returned is of another *kind*."""
+    if not isinstance(part, kind):
+        raise RecipeError(
+            f"{method}() must return a {kind.__module__}.{kind.__name__}",
+            where=f"{type(owner).__name__}.{method}",
+            value=type(part).__name__,
+            hint=f"return one, or the changed result of super().{method}()",
+        )
 
-    *base* is :class:`Recipe`, whose classes it may replace.
+
+_FORMER_METHODS = {
+    "already_complete": "end",
+    "build_benchmarks": "build_loop",
+    "build_completions": "build_loop",
+    "build_memory": "build_checkpointer",
+    "build_replica_check": "build_saves",
+    "build_step_scheduler": "build_training",
+    "build_validation": "build_dataloader",
+    "build_validation_sets": "build_dataloader",
+    "check_benchmarks": "check_measurements",
+    "check_metric_keys": "check_measurements",
+    "finish_step": "step",
+    "local_init_from": "fill_from_weights",
+    "make_up_validation": "validate",
+    "reference_name": "section",
+    "reference_revision": "section",
+    "set_generation": "build",
+}
+"""Methods of recipes and loops that earlier versions called, and what to override now."""
+
+
+def check_classes(recipe: Any, base: Any) -> None:
+    """Raise :class:`RecipeError` if *recipe* names a class of another kind than *base*, :class:`Recipe`, does.
+
+    So is a method that nothing calls: one of earlier versions, and with a pipeline the loss or step of the recipe.
     """
+    for owner in (type(recipe), recipe.loop_class):
+        for name, present in _FORMER_METHODS.items():
+            if hasattr(owner, name):
+                raise RecipeError(
+                    "a recipe overrides a method that is not called any more",
+                    where=f"{owner.__name__}.{name}",
+                    value=name,
+                    hint=f"override {present} instead (docs/guides/write-a-recipe.md)",
+                )
     own = []
     # What the recipes of this package add to an objective, the last stage applies.
     if not getattr(recipe.build_objective, "__module__", "").startswith(_PACKAGE):
         own.append(f"{type(recipe).__name__}.build_objective")
-    for name, method in (("loop_class", "train_step"), ("objective_class", "loss")):
-        named = getattr(recipe, name)
-        if getattr(named, method) is not getattr(getattr(base, name), method):
+    for name, method in (
+        ("loop_class", "train_step"),
+        ("objective_class", "loss"),
+        ("saves_class", ""),
+    ):
+        named, kind = getattr(recipe, name), getattr(base, name)
+        if not isinstance(named, type) or not issubclass(named, kind):
+            raise RecipeError(
+                f"{name} of the recipe must be a subclass of {kind.__name__}",
+                where=f"{type(recipe).__name__}.{name}",
+                value=named,
+                hint=f"derive the class from {kind.__module__}.{kind.__name__}",
+            )
+        if getattr(named, method, None) is not getattr(kind, method, None):
             own.append(f"{named.__name__}.{method}")
     if own and recipe.layout.in_stages:
         raise RecipeError(
@@ -168,13 +220,33 @@ def check_classes(recipe: Any, base: Any) -> None:
 
 
 def check_model(recipe: Any) -> None:
-    """Raise :class:`RecipeError` if ``build`` left no model, or another one than the loop trains."""
-    trainable, model = getattr(recipe, "trainable", None), getattr(recipe, "model", None)
-    if trainable is None or model is not trainable.model:
-        raise RecipeError(
-            "the recipe's build() has created no model, or has replaced the one of build_trainable",
-            where=f"{type(recipe).__name__}.build",
-            value=type(model).__name__,
-            hint="call super().build() in it; to change the model, extend build_trainable to return "
-            "dataclasses.replace(trainable, model=...)",
+    """Raise :class:`RecipeError` if ``build`` created no model, or replaced ``model`` alone: the loop would train the
+    former one."""
+    what = "the recipe's build() has created no model"
+    hint = "call super().build() in it, and then add your own attributes"
+    model = getattr(recipe, "model", None)
+    if model is not None and hasattr(recipe, "trainable"):
+        if model is recipe.trainable.model:
+            return
+        what = (
+            "the recipe replaces model after build_trainable, and the loop trains trainable.model"
         )
+        hint = "extend build_trainable to return dataclasses.replace(trainable, model=...)"
+    where, value = f"{type(recipe).__name__}.build", type(model).__name__
+    raise RecipeError(what, where=where, value=value, hint=hint)
+
+
+def check_hidden_methods(recipe: object) -> None:
+    """Raise :class:`RecipeError` if ``build`` gave an attribute the name of a method.
+
+    It would be called in the method's place, perhaps hours later.
+    """
+    kind = type(recipe)
+    for name, value in vars(recipe).items():
+        if callable(getattr(kind, name, None)) and not callable(value):
+            raise RecipeError(
+                "an attribute hides a method of the recipe",
+                where=f"{kind.__name__}.build",
+                value=name,
+                hint="give the attribute another name",
+            )

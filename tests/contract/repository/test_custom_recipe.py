@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -72,6 +73,50 @@ def test_the_users_section_is_checked_like_any_other() -> None:
 def test_the_code_does_not_run_without_trust() -> None:
     with pytest.raises(RecipeError, match="is not trusted"):
         automodel_ckpt.train(EXAMPLE / "lookahead.yaml")
+
+
+_OLD = """\
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.training.loop import TrainingLoop
+
+class OldLoop(TrainingLoop):
+    def finish_step(self, batch, launched):
+        return super().finish_step(batch, launched)
+
+class Sets(LLMFinetune):
+    def build_validation_sets(self):
+        return {}
+
+class Steps(LLMFinetune):
+    loop_class = OldLoop
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("name", "method", "present"),
+    [
+        ("Sets", "Sets.build_validation_sets", "build_dataloader"),
+        ("Steps", "OldLoop.finish_step", "step"),
+    ],
+)
+def test_a_method_that_is_not_called_any_more_is_an_error(
+    options: Sequence[str],
+    name: str,
+    method: str,
+    present: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = tmp_path / "old.py"
+    code.write_text(_OLD)
+    recipe = tmp_path / "old.yaml"
+    text = (EXAMPLE / "lookahead.yaml").read_text().replace("lookahead:\n  share: 0.8\n", "")
+    recipe.write_text(text.replace("lookahead.py:LookaheadFinetune", f"old.py:{name}"))
+    directory = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+    assert main(["--trust", str(code), str(recipe), *SHORT, directory, *options]) == 2
+    text = capsys.readouterr().err
+    assert method in text and f"override {present} instead" in text
 
 
 def test_the_examples_are_short() -> None:

@@ -73,10 +73,27 @@ class StepMisled(LLMFinetune):
     loop_class = MisledLoop
 
 
+class ForgetfulLoop(TrainingLoop):
+    def step(self, batch, control):
+        super().step(batch, control)
+
+
+class StepForgets(LLMFinetune):
+    loop_class = ForgetfulLoop
+
+
 class BuildsNothing(LLMFinetune):
     def build(self):
         self.rows = []
 
+
+class NoOptimizer(LLMFinetune):
+    def build_optimizer(self):
+        pass
+
+
+class NoLoop(LLMFinetune):
+    loop_class = dict
 """
 BUILDER = "--dataset={_target_: own.rows, fault: %s}"
 CASES = {
@@ -119,7 +136,16 @@ WRONG_PARTS = {
         "--model={_target_: own.Silent, num_embeddings: 304, embedding_dim: 2}",
         r"the model returns no logits[\s\S]*NoneType",
     ),
+    "no result of a step": (
+        "--recipe=own.py:StepForgets",
+        r"step\(\) must return[\s\S]*ForgetfulLoop\.step[\s\S]*super\(\)\.step",
+    ),
     "no model": ("--recipe=own.py:BuildsNothing", r"created no model[\s\S]*super\(\)\.build\(\)"),
+    "no optimizer": (
+        "--recipe=own.py:NoOptimizer",
+        r"build_optimizer\(\) must return a torch\.optim\.optimizer\.Optimizer[\s\S]*NoneType",
+    ),
+    "no loop": ("--recipe=own.py:NoLoop", r"loop_class of the recipe must be a subclass of Trai"),
 }
 
 

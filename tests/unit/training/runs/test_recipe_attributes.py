@@ -28,6 +28,13 @@ def recipe(**checkpoint: Any) -> Recipe:
     return Recipe(cast(RecipeConfig, config), config_yaml="")
 
 
+def test_an_attribute_that_hides_a_method_is_refused_before_training() -> None:
+    hiding = recipe()
+    vars(hiding)["build_assets"] = {"state": 1}
+    with pytest.raises(RecipeError, match=r"hides a method of the recipe[\s\S]*build_assets"):
+        hiding.resume()
+
+
 def falling(
     lr: float, num_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
