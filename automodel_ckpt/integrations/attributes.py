@@ -1,6 +1,6 @@
 """What a Trainer keeps in its attributes: rollouts, counters and averages that its own checkpoints do not have.
 
-A table names them for known classes. In every other class, an attribute whose value changes during training is state:
+A table names them for known classes. In every other class, an attribute that changes during training is state:
 a checkpoint has it too, and a resume asks what it is. What is listed here was read in transformers 5.23 and TRL 1.16.
 """
 
@@ -38,7 +38,8 @@ _SAVED = {
 """The attributes of a class that a resume needs."""
 _WITHOUT_EFFECT = {
     "transformers.trainer_seq2seq.Seq2SeqTrainer": "_gen_kwargs",
-    "trl.trainer.grpo_trainer.GRPOTrainer": "_current_train_step_time _last_loaded_step",
+    "trl.trainer.grpo_trainer.GRPOTrainer": "_current_train_step_time _last_loaded_step environments "
+    "_batch_environments _sync_tool_dicts _async_tool_dicts",
     "trl.trainer.rloo_trainer.RLOOTrainer": "_current_train_step_time _last_loaded_step",
 }
 """Attributes that change, and that a resumed run computes anew."""
@@ -47,10 +48,10 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, np.ndarray, np
 
 
 class TrainerAttributes:
-    """The attributes of a Trainer that a checkpoint has: those of the table, *saved*, and others that change.
+    """The attributes of a Trainer that a checkpoint has: listed in the table, in *saved*, and others that change.
 
     *not_saved* are attributes that change without effect on a resumed run. Create it when training begins, and give it
-    to the checkpoint under a name of its own, with :meth:`modules`.
+    to the checkpoint as one object, beside :meth:`modules`.
     """
 
     checkpoint_scope = "rank"
@@ -68,7 +69,7 @@ class TrainerAttributes:
             is_base = _name(known) == _TRAINER
             for name in _names_set_by(known):
                 value = getattr(trainer, name, None)
-                # Of modules, only those of the table train. To read others, such as a reference, takes long.
+                # Modules outside the table, such as a reference, do not train, and reading them takes long.
                 if is_base or isinstance(value, _LARGE) or not _is_plain(value):
                     self._ignored.add(name)
         self._before = self._digests()

@@ -73,8 +73,8 @@ class _TrainerState:
             if states:
                 fit_loop._combined_loader._load_state_dicts(states)
 
-        # Lightning leaves the state of loaders out after the last step of an epoch. Then the order of the next one
-        # would be that of the first.
+        # After the last step of an epoch, Lightning does not load the state of loaders: the next epoch would have the
+        # order of the first one.
         fit_loop._load_combined_loader_states = load_loaders
         self._metrics = state["metrics"]
         for key, callback_state in state["callbacks"].items():

@@ -1,4 +1,4 @@
-"""Checkpoints for torchtitan: :class:`CheckpointManager` takes the place of its own in a trainer's config.
+"""Checkpoints for torchtitan: :class:`CheckpointManager` takes the place of torchtitan's in a trainer's config.
 
     from automodel_ckpt.integrations.torchtitan import CheckpointManager
 
@@ -25,7 +25,13 @@ from automodel_ckpt.integrations.state import gloo_group
 
 __all__ = ["CheckpointManager"]
 
-_NOT_SUPPORTED = ("initial_load_path", "exclude_from_loading", "create_seed_checkpoint")
+_NOT_SUPPORTED = (
+    "initial_load_path",
+    "initial_load_in_hf",
+    "last_save_in_hf",
+    "exclude_from_loading",
+    "create_seed_checkpoint",
+)
 """Fields of the config that must be empty or false."""
 
 

@@ -135,7 +135,7 @@ class CheckpointCallback(TrainerCallback):
             options = dataclasses.replace(options, restore_from=path, verify="size")
         self._checkpointer = Checkpointer(self._directory, group=group, options=options)
         self._checkpointer.open()
-        # Callbacks can ask for a save after this one has taken over those of its step.
+        # Callbacks after this one can ask for a save, too.
         trainer._save_checkpoint = self._take_over
         if self._resumed is None:
             return None
@@ -178,7 +178,7 @@ class CheckpointCallback(TrainerCallback):
         if self._resumed is None:
             return
         found = self._state(state, parts)
-        # A module that nobody had named is among the attributes there.
+        # There, modules that were not in *saved* are among the attributes.
         checkpointer.load({name: found[name] for name in found if name not in self._unknown_there})
         self._remove_resume_directory()
 
@@ -219,10 +219,11 @@ class CheckpointCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Save the last step, wait for the save, load the best model if asked, and release the run directory."""
         self._save_if_due(state, parts, last=True)
-        self._open_checkpointer().wait_for_save()
+        checkpointer = self._open_checkpointer()
+        checkpointer.wait_for_save()
         self.close()
         if args.load_best_model_at_end:
-            self._load_best(parts["model"])
+            self._load_best(parts["model"], checkpointer.directory)
 
     # ---------------------------------------------------------------- parts of them
 
@@ -260,9 +261,9 @@ class CheckpointCallback(TrainerCallback):
         if self._random_state is not None:
             self._random_state.restore()
 
-    def _load_best(self, model: Any) -> None:
-        """Load the weights of the best checkpoint into *model*."""
-        if not (Path(self._directory) / "LOWEST_VAL").exists():
+    def _load_best(self, model: Any, directory: Path) -> None:
+        """Load the weights of the best checkpoint in *directory* into *model*."""
+        if not (directory / "LOWEST_VAL").exists():
             log.warning(
                 "there is no best model to load: no checkpoint has the metric of an evaluation"
             )
@@ -280,7 +281,7 @@ class CheckpointCallback(TrainerCallback):
             reader.close()
 
     def _check_attributes(self, unknown: Mapping[str, bool]) -> None:
-        """Raise :class:`RecipeError` if the class of the trainer has state that nobody has named."""
+        """Raise :class:`RecipeError` if the class of the trainer has state that is in no table or argument."""
         missing = [name for name in unknown if name not in (*self._saved, *self._not_saved)]
         if missing:
             kind = type(self._trainer).__name__
@@ -292,7 +293,7 @@ class CheckpointCallback(TrainerCallback):
             )
 
     def _unknown(self) -> dict[str, bool]:
-        """Return the attributes that have changed and that nobody has named; warn of each once."""
+        """Return the attributes that have changed and are in no table or argument; warn of each once."""
         assert self._attributes is not None
         unknown = self._attributes.unknown()
         new = [name for name in unknown if name not in self._warned]

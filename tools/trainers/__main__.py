@@ -71,7 +71,7 @@ def _in_child(work: Callable[[], None], kill_after: float | None = None) -> tupl
 
 
 def _order(run: Path) -> dict[int, list[str]]:
-    """Return the digests of each step, those of the last time that it was made."""
+    """Return the digests of each step, of the last time that it was made."""
     found: dict[int, list[str]] = {}
     for start in (run / "order.txt").read_text().split(START):
         of_start: dict[int, list[str]] = {}
@@ -140,8 +140,8 @@ def main() -> int:
         for ours in (False, True):
             work = Path(tempfile.mkdtemp(prefix="trainers-"))
             counts = measure(subject, ours, options.kills, options.seed, work)
-            whose = "ours" if ours else "its own"
-            lines.append([subject, whose, *(str(counts[row]) for row in ROWS)])
+            source = "ours" if ours else "its own"
+            lines.append([subject, source, *(str(counts[row]) for row in ROWS)])
             print(" | ".join(lines[-1]), flush=True)
             has_failed |= ours and counts["silent differences"] > 0
     lines.insert(1, ["---"] * len(lines[0]))

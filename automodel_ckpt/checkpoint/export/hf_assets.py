@@ -17,19 +17,19 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.base_identity import files_of_index
 from automodel_ckpt.checkpoint.export.older_config import with_older_keys
 from automodel_ckpt.checkpoint.export.plan import file_numbers
+from automodel_ckpt.checkpoint.export.tokenizer_files import tokenizer_files
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES, dtype_code, main_dtype
+from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES, main_dtype
 from automodel_ckpt.checkpoint.files.safetensors_header import TensorEntry, read_header
 from automodel_ckpt.checkpoint.files.type_aliases import (
     FileDict,
     Files,
-    Shape,
     Texts,
     ValueDict,
     Values,
@@ -45,38 +45,17 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     CODE_FILES,
     GENERATION_CONFIG,
     MODEL_FILES,
-    TOKENIZER_FILES,
     read_files,
-    save_preprocessor,
 )
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.state.module_tensors import TensorSpec
+
 log = logging.getLogger("automodel_ckpt")
 _SINGLE = "model.safetensors"
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 _NUM_SHOWN = 5
 """How many names of tensors a line of the log shows."""
-
-
-class TensorSpec(NamedTuple):
-    """A tensor of the model: safetensors dtype code and global shape."""
-
-    dtype: str
-    shape: Shape
-
-
-def tensor_specs(model: Any) -> dict[str, TensorSpec]:
-    """The tensors that a checkpoint stores of a *model*, sharded or not, by FQN."""
-    from torch import Tensor
-
-    from automodel_ckpt.checkpoint.state.module_tensors import complete_state
-
-    state, _ = complete_state(model)
-    return {
-        fqn: TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
-        for fqn, value in state.items()
-        if isinstance(value, Tensor)
-    }
 
 
 @dataclass(eq=False)
@@ -122,6 +101,7 @@ class HFAssets:
             complete_state,
             is_adapted,
             stored_layout,
+            tensor_specs,
             unwrap,
         )
 
@@ -318,27 +298,6 @@ class HFAssets:
             )
 
 
-def tokenizer_files(tokenizer: Any, base_dir: Path | str | None) -> FileDict:
-    """The files of a *tokenizer* or processor: its own bytes where it was read from files and is unchanged.
-
-    It was read from the directory that it names itself, or *base_dir*. None has no files.
-    """
-    if tokenizer is None:
-        return {}
-    name = getattr(_tokenizer_of(tokenizer), "name_or_path", "")
-    origin = name if name and Path(name).is_dir() else base_dir
-    files = {} if origin is None else read_files(Path(origin), _files_of(tokenizer))
-    before = _read_unchanged(tokenizer, Path(origin)) if origin is not None and files else None
-    if before is not None:
-        if before.chat_template == tokenizer.chat_template:
-            return files
-        if isinstance(tokenizer.chat_template, str):
-            return _with_template(files, tokenizer.chat_template)
-    with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
-        save_preprocessor(tokenizer, Path(directory))
-        return read_files(Path(directory), ("*", "additional_chat_templates/*"))
-
-
 def _local_references(references: Values, files: Iterable[str]) -> ValueDict:
     """*references* to Python classes (``auto_map``) without the name of a repository, if *files* contain the module.
 
@@ -351,50 +310,6 @@ def _local_references(references: Values, files: Iterable[str]) -> ValueDict:
         if separator and f"{name.rpartition('.')[0]}.py" in files:
             local[auto_class] = name
     return local
-
-
-def _read_unchanged(tokenizer: Any, directory: Path) -> Any:
-    """Read the tokenizer or processor in *directory*, if it has the vocabulary and the settings of *tokenizer*.
-
-    Returns None when it differs. It may have another chat template, a text.
-    """
-    inner = _tokenizer_of(tokenizer)
-    try:
-        read = type(inner).from_pretrained(directory)
-        # A classifier's tokenizer can have got a pad token.
-        is_same = read.get_vocab() == inner.get_vocab() and read.pad_token == inner.pad_token
-        if inner is not tokenizer:
-            is_same = is_same and read.chat_template == inner.chat_template
-            read = type(tokenizer).from_pretrained(directory)
-            is_same = is_same and read.to_dict() == tokenizer.to_dict()
-    except (OSError, ValueError, AttributeError, TypeError, ImportError):
-        # The files of another class, or damaged ones: the tokenizer is saved anew.
-        return None
-    return read if is_same else None
-
-
-def _with_template(files: Files, template: str) -> FileDict:
-    """Return the *files* of a tokenizer with another chat template, in all places that programs read it from."""
-    changed = {name: content for name, content in files.items() if "chat_template" not in name}
-    changed["chat_template.jinja"] = template.encode()
-    if _TOKENIZER_CONFIG in changed:
-        settings = json.loads(changed[_TOKENIZER_CONFIG])
-        if settings.pop("chat_template", None) is not None:
-            changed[_TOKENIZER_CONFIG] = _json_bytes(settings)
-    return changed
-
-
-def _tokenizer_of(tokenizer: Any) -> Any:
-    """A processor's tokenizer, or the tokenizer itself."""
-    return getattr(tokenizer, "tokenizer", tokenizer)
-
-
-def _files_of(tokenizer: Any) -> tuple[str, ...]:
-    """The names of a tokenizer's or processor's files, also of a class that transformers does not have."""
-    stated: list[Any] = []
-    for attribute in ("vocab_files_names", "resource_files_names"):
-        stated += (getattr(_tokenizer_of(tokenizer), attribute, None) or {}).values()
-    return (*TOKENIZER_FILES, *(name for name in stated if isinstance(name, str)))
 
 
 def _json_bytes(value: Values) -> bytes:

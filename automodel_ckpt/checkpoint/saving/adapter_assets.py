@@ -17,11 +17,11 @@ import torch.distributed as dist
 from automodel_ckpt.base.user_cache import cache_directory
 from automodel_ckpt.checkpoint.export.adapter_record import FORMAT_VERSION, read_peft_record
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
-from automodel_ckpt.checkpoint.export.hf_assets import TensorSpec, tensor_specs, tokenizer_files
+from automodel_ckpt.checkpoint.export.tokenizer_files import tokenizer_files
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Files, Values
 from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS, BaseMaps
-from automodel_ckpt.checkpoint.state.module_tensors import is_adapted
+from automodel_ckpt.checkpoint.state.module_tensors import TensorSpec, is_adapted, tensor_specs
 from automodel_ckpt.errors import RecipeError, unusable
 
 # Settings that decide which function an adapter computes. Others affect only training, or the shapes of tensors.

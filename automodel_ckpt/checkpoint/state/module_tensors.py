@@ -6,14 +6,15 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from automodel_ckpt.checkpoint.files.dtypes import dtype_code
 from automodel_ckpt.checkpoint.files.layout import BUFFERS, FROZEN
-from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict, Values
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict, Texts, ValueDict, Values
 from automodel_ckpt.checkpoint.formats.description import is_sharded, local_box, local_tensor
 from automodel_ckpt.errors import RecipeError
 
@@ -138,6 +139,23 @@ def module_state(
     state = model_state_dict(module, detached=detached)
     kept, tied = stored_names(module, state, layout)
     return stored_values(state, kept, layout), tied
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of the model: safetensors dtype code and global shape."""
+
+    dtype: str
+    shape: Shape
+
+
+def tensor_specs(model: Any) -> dict[str, TensorSpec]:
+    """The tensors that a checkpoint stores of a *model*, sharded or not, by FQN."""
+    state, _ = complete_state(model)
+    return {
+        fqn: TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
+        for fqn, value in state.items()
+        if isinstance(value, Tensor)
+    }
 
 
 def untrained_names(module: nn.Module) -> TextDict:

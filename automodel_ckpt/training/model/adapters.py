@@ -11,10 +11,15 @@ from torch import nn
 
 from automodel_ckpt.base.user_cache import cache_directory
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
-from automodel_ckpt.checkpoint.export.hf_assets import HFAssets, TensorSpec, tensor_specs
+from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.files.layout import ADAPTER_MODEL_CONFIG
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets, peft_document
-from automodel_ckpt.checkpoint.state.module_tensors import StoredLayout, set_stored_layout
+from automodel_ckpt.checkpoint.state.module_tensors import (
+    StoredLayout,
+    TensorSpec,
+    set_stored_layout,
+    tensor_specs,
+)
 from automodel_ckpt.config.keys.model import PeftConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.models.fresh_base import make_base

@@ -11,8 +11,8 @@ import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch.distributed.tensor import DTensor
 
-from tests.contract.test_trainer_callback import run
 from tests.support import ranks
+from tests.unit.integrations.test_trainer_callback import run
 
 SHARDED = {
     "fsdp": "full_shard",

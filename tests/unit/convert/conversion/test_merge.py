@@ -18,13 +18,13 @@ from transformers import (
 )
 
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
-from automodel_ckpt.checkpoint.export.hf_assets import tensor_specs
 from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets, peft_document
 from automodel_ckpt.checkpoint.state.module_tensors import (
     StoredLayout,
     module_state,
     set_stored_layout,
+    tensor_specs,
 )
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable

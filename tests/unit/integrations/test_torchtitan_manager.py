@@ -29,6 +29,8 @@ class StandIn:
         interval: int = 500
         keep_latest_k: int = 10
         initial_load_path: str | None = None
+        initial_load_in_hf: bool = False
+        last_save_in_hf: bool = False
         exclude_from_loading: list[str] = field(default_factory=list)
         enable_first_step_checkpoint: bool = False
         create_seed_checkpoint: bool = False
@@ -115,6 +117,11 @@ def test_a_run_of_torchtitan_is_resumed_exactly(tmp_path: Path, manager: Any) ->
     assert steps == ["epoch_0_step_6", "epoch_0_step_7"]
 
 
-def test_what_it_does_not_do_is_an_error(tmp_path: Path, manager: Any) -> None:
-    with pytest.raises(RecipeError, match=r"checkpoint\.exclude_from_loading"):
-        train(manager, tmp_path / "run", 1, exclude_from_loading=["dataloader"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("exclude_from_loading", ["dataloader"]), ("last_save_in_hf", True)]
+)
+def test_what_it_does_not_do_is_an_error(
+    tmp_path: Path, manager: Any, name: str, value: Any
+) -> None:
+    with pytest.raises(RecipeError, match=rf"checkpoint\.{name}"):
+        train(manager, tmp_path / "run", 1, **{name: value})
