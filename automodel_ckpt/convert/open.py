@@ -275,7 +275,7 @@ def _module_in(directory: Path) -> Tensors:
         raise _unusable(
             "this directory of a checkpoint holds no module",
             directory,
-            f"those of it: {sorted(found)}",
+            f"it has {sorted(found)}",
         )
     return found[directory.name]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Sampler
 from transformers import (
     AutoModelForCausalLM,
     EarlyStoppingCallback,
@@ -206,6 +207,19 @@ def test_the_arguments_of_the_trainer_decide_what_is_kept(tmp_path: Path) -> Non
         assert torch.equal(parameter, loaded.get_parameter(name)), name
 
 
+class Order(Sampler[int]):
+    """An order of its generator in each epoch, as TRL's RepeatSampler has."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(NUM_SAMPLES, generator=self.generator).tolist()
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
 class Buffered(Trainer):
     """Trains several times on what it has drawn, as trainers of reinforcement learning do."""
 
@@ -214,6 +228,9 @@ class Buffered(Trainer):
         self.num_calls = 0
         self.noise: list[torch.Tensor] = []
         self.recent: deque[float] = deque(maxlen=2)
+
+    def _get_train_sampler(self, *_: Any) -> Order:
+        return Order()
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.model.training:
