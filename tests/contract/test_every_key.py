@@ -304,7 +304,8 @@ tests/contract/test_completions.py: generation.max_new_tokens generation.tempera
 tests/contract/test_dry_run.py: checkpoint.allow_missing_state
 tests/contract/test_every_key.py: step_scheduler.stop_signals peft.method packed_sequence.strategy
 tests/contract/test_hub.py: hub hub.repo hub.push hub.private hub.revision hub.card hub.base_model hub.license
-tests/contract/repository/test_passed_settings.py: compile.enabled compile.backend compile.mode compile.fullgraph compile.dynamic
+tests/contract/repository/test_passed_settings.py: compile.enabled compile.backend compile.mode
+tests/contract/repository/test_passed_settings.py: compile.fullgraph compile.dynamic
 tests/contract/repository/test_passed_settings.py: checkpoint.remote.options checkpoint.remote.keep_last
 tests/contract/repository/test_passed_settings.py: checkpoint.remote.keep_best checkpoint.remote.keep_every_steps
 tests/contract/repository/test_passed_settings.py: checkpoint.remote.keep_steps checkpoint.remote.max_mb_per_second
