@@ -353,6 +353,9 @@ def _set(work: Conversion, builder: str, given: dict[str, Node], **made: str) ->
 def _of_axolotl(section: Section, work: Conversion, name: str) -> Iterator[dict[str, Node]]:
     """Translate the entries of the key *name*."""
     entries = section.peek(name)
+    if entries is not None and not isinstance(entries.value, list):
+        what, hint = f"{name} must be a list", "begin each data set with a dash"
+        raise RecipeError(what, where=entries.origin, value=str(entries), hint=hint)
     for number, _ in enumerate(entries.children() if entries is not None else ()):
         entry = section.inner(f"{name}.{number}")
         given = _moved(entry, "path data_files:path name split revision")

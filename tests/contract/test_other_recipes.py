@@ -239,6 +239,10 @@ def test_what_cannot_be_converted_is_one_error(
     Path("theirs.yaml").write_text(AXOLOTL.replace("micro_batch_size: 2", "micro_batch_size: x"))
     assert main(["--convert-recipe", "theirs.yaml"]) == 2
     assert "must be a number" in capsys.readouterr().err
+    one = re.sub(r"(?s)datasets:.*?\nchat_", "datasets: {path: chats.jsonl}\nchat_", AXOLOTL)
+    Path("one.yaml").write_text(one)
+    assert main(["--convert-recipe", "one.yaml"]) == 2
+    assert "datasets must be a list" in capsys.readouterr().err
     Path("part.yaml").write_text(AXOLOTL.replace("num_epochs: 2", "num_epochs: 0.5"))
     assert main(["--convert-recipe", "part.yaml"]) == 0
     text = capsys.readouterr().out
