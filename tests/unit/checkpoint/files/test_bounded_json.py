@@ -151,6 +151,7 @@ def test_files_that_others_can_write_are_parsed_by_no_other_parser() -> None:
     # What this process or the trainer beside it has just written.
     own_content = {
         "checkpoint/export/hf_assets.py",
+        "checkpoint/export/tokenizer_files.py",
         "checkpoint/remote/child_process.py",
         "checkpoint/saving/adapter_assets.py",
         "checkpoint/sources/model_files.py",
