@@ -55,7 +55,8 @@ def test_an_earlier_export_is_replaced_whole(
         monkeypatch.setattr(export_publish.commit, "exchange", lambda *_: False)
     said: list[str] = []
     inode = output.stat().st_ino
-    assert consolidate(tmp_path / "c", log=said.append).output == output
+    report = consolidate(tmp_path / "c", log=said.append)
+    assert report.output == output and 0 < report.seconds < 100
     assert output.stat().st_ino != inode and len(loaded(output)) == 1
     assert any("for a moment" in line for line in said) is not exchange
     assert not [path for path in output.parent.iterdir() if path.name.startswith(".consolidated")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -107,6 +108,23 @@ def test_the_steps_of_a_publication_come_in_the_order_that_survives_a_power_cut(
         ("rename", "LATEST"),
         ("fsync", tmp_path.name),
     ]
+
+
+def test_a_checkpoint_with_a_name_that_is_not_durable_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = commit.reserve(tmp_path, "epoch_0_step_20")
+    commit.finalize(staging, b"{}")
+    outcomes = iter([OSError(errno.EIO, "")])
+
+    def fsync(_: object) -> None:
+        if (error := next(outcomes, None)) is not None:
+            raise error
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=str(errno.EIO)):
+        commit.publish(staging, "epoch_0_step_20")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_withdrawn_checkpoint_has_lost_its_name_durably_before_its_files_are_deleted(

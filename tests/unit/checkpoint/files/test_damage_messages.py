@@ -6,8 +6,10 @@ import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from automodel_ckpt.checkpoint.export.export_manifest import (
     export_problems,
@@ -65,6 +67,26 @@ def test_digests_of_slices_that_are_not_those_of_their_file(checkpoint: Path) ->
     manifest.files[name] = type(manifest.files[name])(len(data), digest_of(bytes(data)))  # type: ignore[index]
     (checkpoint / layout.MANIFEST).write_bytes(manifest.to_bytes())
     assert "the manifest's digests disagree" in found(checkpoint) and path.name in found(checkpoint)
+
+
+@pytest.mark.parametrize("place", ["header", "first", "last"])
+def test_damage_of_a_large_file_is_found_by_one_of_the_ranks(tmp_path: Path, place: str) -> None:
+    """The ranks divide it into parts of 64 MiB."""
+    module = torch.nn.Module()
+    for name in ("first", "second", "last"):
+        module.register_buffer(name, torch.zeros(40 << 20, dtype=torch.uint8))
+    checkpoint = tiny.save(tmp_path, SimpleNamespace(model=module)).path
+    (path,) = (checkpoint / "model").glob("*.safetensors")
+    manifest = Manifest.read(checkpoint)
+    assert verify.verify(checkpoint, manifest) == []
+    start = {"header": 20, "first": 1 << 20, "last": path.stat().st_size - 1}[place]
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(b"x")
+    found = [verify.verify(checkpoint, manifest, rank=rank, num_ranks=4) for rank in range(4)]
+    (problem,) = (problem for each in found for problem in each)
+    expected = "the damage is in no tensor" if place == "header" else f"tensor {place}"
+    assert problem.where == str(path) and expected in str(problem.value)
 
 
 @pytest.mark.parametrize("level", ["size", "digest"])

@@ -15,6 +15,7 @@ from automodel_ckpt.checkpoint.files.safe_open import (
     is_sparse,
     open_regular,
     open_safely,
+    read_model_file,
     read_safely,
 )
 
@@ -78,3 +79,35 @@ def test_only_a_large_file_with_less_than_a_64th_of_its_bytes_on_disk_is_sparse(
     assert not is_sparse(status_of(large, large))
     assert is_sparse(status_of(SPARSE_FROM_BYTES + 512, 0))
     assert not is_sparse(status_of(SPARSE_FROM_BYTES, 0))
+
+
+SNAPSHOT = "hub/models--a--b/snapshots/commit"
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "is_read"),
+    [
+        ("model", "model/tokenizer/vocab.txt", True),
+        ("model", "model/.git/config", False),
+        ("model", "id_rsa", False),
+        ("model", "hub/models--a--b/blobs/digest", False),
+        (SNAPSHOT, f"{SNAPSHOT}/tokenizer/vocab.txt", True),
+        (SNAPSHOT, "hub/models--a--b/blobs/digest", True),
+        (SNAPSHOT, "hub/models--a--b/refs/main", False),
+        (SNAPSHOT, "hub/models--a--other/blobs/digest", False),
+        ("hub/models--a--b/copies/commit", "hub/models--a--b/blobs/digest", False),
+    ],
+)
+def test_links_of_a_model_lead_to_its_own_files_and_blobs(
+    tmp_path: Path, model: str, target: str, is_read: bool
+) -> None:
+    for path in (tmp_path / target, tmp_path / model / "file"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / target).write_text("content")
+    path.symlink_to(os.path.relpath(tmp_path / target, path.parent))
+    if is_read:
+        assert read_model_file(tmp_path / model, "file") == b"content"
+    else:
+        with pytest.raises(OSError, match="file") as caught:
+            read_model_file(tmp_path / model, "file")
+        assert caught.value.errno == errno.ELOOP

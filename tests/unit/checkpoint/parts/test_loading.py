@@ -55,3 +55,22 @@ def test_a_schedule_of_another_kind_is_an_error_or_keeps_its_own_state(
     assert resumed is not None and resumed.loaded == {"model", "optimizer"}
     assert other.lr_scheduler.state_dict() == before
     assert torch.equal(other.model.embed, saved.model.embed)
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_schedule_on_one_side_only_is_an_error_or_left_out(
+    tmp_path: Path, is_saved: bool
+) -> None:
+    saved, other = tiny.recipe(), tiny.recipe(1)
+    tiny.train(saved)
+    without = other if is_saved else saved
+    del without.lr_scheduler
+    # The schedule has added it.
+    del without.optimizer.param_groups[0]["initial_lr"]
+    tiny.save(tmp_path, saved)
+    with pytest.raises(CheckpointUnusable, match=r"allow_missing_state '\[lr_scheduler\]'"):
+        tiny.load(tmp_path, other)
+    resumed = tiny.load(tmp_path, other, allow_missing_state=["lr_scheduler"])
+    assert resumed is not None and resumed.loaded >= {"model", "optimizer"}
+    moments, loaded = tiny.tensors_of(saved), tiny.tensors_of(other)
+    assert all(torch.equal(loaded[name], moments[name]) for name in moments)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.durable_file import file_record
 from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
 
@@ -26,6 +28,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, memoryview(data)[:_MOST], at))
+
+
+@pytest.mark.usefixtures("short")
+def test_all_bytes_of_a_file_are_digested(tmp_path: Path) -> None:
+    data = os.urandom(2 * _MOST + 1)
+    (tmp_path / "file").write_bytes(data)
+    assert file_record(tmp_path / "file") == FileRecord(len(data), digest_of(data))
 
 
 @pytest.mark.usefixtures("short")

@@ -185,6 +185,19 @@ def test_a_run_goes_back_to_a_checkpoint_of_its_store_where_its_disk_has_none_as
     assert "are not used to go back to step 15" in caplog.text
 
 
+@pytest.mark.parametrize("had_nodes", [True, False])
+def test_a_run_with_checkpoints_on_the_disks_of_its_nodes_gets_its_logs(
+    tmp_path: Path, had_nodes: bool
+) -> None:
+    url, root = f"file://{tmp_path}/store", tmp_path / "run"
+    Store(url).write(layout.TRAINING_LOG, b"{}\n")
+    root.mkdir()
+    if had_nodes:
+        (root / layout.GENERATION).write_text("{}")
+    assert tiny.load(root, tiny.recipe(), remote=RemoteStorage(url)) is None
+    assert (root / layout.TRAINING_LOG).exists() == had_nodes
+
+
 def test_a_damaged_directory_of_this_name_does_not_prevent_a_download(tmp_path: Path) -> None:
     saved = write_run(tmp_path / "local")
     url = f"file://{tmp_path}/store"

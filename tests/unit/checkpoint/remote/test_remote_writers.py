@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from werkzeug.wrappers import Request, Response
@@ -19,6 +20,7 @@ from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.transfer_files import link, pending
 from automodel_ckpt.checkpoint.store import transfer
+from automodel_ckpt.checkpoint.store.conditional import NotSupported, conditions_of, s3_call
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, LeaseLost
 from tests.support.runs.stored_runs import FIRST, SECOND, URL, write_run
@@ -163,6 +165,79 @@ def test_stores_without_conditional_requests_are_noticed(
     for _ in range(2):
         uploading._become_owner()
     assert capfd.readouterr().err.count("has no conditional writes") == 1
+
+
+def s3_error(kind: type[OSError], status: int, code: str) -> OSError:
+    """An error of s3fs, which translates errors of botocore."""
+    cause: Any = Exception()
+    cause.response = {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {"Code": code}}
+    error = kind()
+    error.__cause__ = cause
+    return error
+
+
+def http_error(code: int) -> OSError:
+    """An error of gcsfs."""
+    error: Any = OSError()
+    error.code = code
+    return error  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "outcome"),
+    [
+        (None, {}, True),
+        (s3_error(FileNotFoundError, 404, "NoSuchKey"), {}, False),
+        (s3_error(FileNotFoundError, 404, "NoSuchBucket"), {}, FileNotFoundError),
+        (s3_error(FileNotFoundError, 404, "NoSuchUpload"), {"UploadId": "1"}, FileNotFoundError),
+        (s3_error(OSError, 409, "ConditionalRequestConflict"), {}, False),
+        (s3_error(OSError, 412, "PreconditionFailed"), {}, False),
+        (s3_error(OSError, 501, "NotImplemented"), {}, NotSupported),
+        (s3_error(PermissionError, 403, "AccessDenied"), {}, PermissionError),
+    ],
+)
+def test_only_an_unmet_condition_is_no_error(
+    error: OSError | None, arguments: dict[str, str], outcome: bool | type[Exception]
+) -> None:
+    s3: Any = Mock(split_path=lambda path: ("bucket", path, None), call_s3=Mock(side_effect=error))
+    if isinstance(outcome, bool):
+        assert s3_call(s3, "put_object", "key", **arguments) == outcome
+    else:
+        with pytest.raises(outcome):
+            s3_call(s3, "put_object", "key", **arguments)
+    s3.call_s3.assert_called_once_with("put_object", Bucket="bucket", Key="key", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, True),
+        (FileExistsError(), False),
+        (FileNotFoundError(), False),
+        (http_error(412), False),
+        (http_error(403), OSError),
+    ],
+)
+def test_requests_to_gcs_name_the_generation_that_they_replace(
+    error: Any, outcome: bool | type[Exception]
+) -> None:
+    gcs: Any = Mock(
+        protocol=("gs", "gcs"), base="https://host/storage/v1/", call=Mock(side_effect=error)
+    )
+    gcs.split_path.return_value = ("bucket", "key", None)
+    conditions = conditions_of(gcs)
+    for request in (
+        lambda: conditions.put("bucket/key", b"", None),
+        lambda: conditions.put("bucket/key", b"", "7"),
+        lambda: conditions.delete("bucket/key", "7"),
+    ):
+        if isinstance(outcome, bool):
+            assert request() == outcome
+        else:
+            with pytest.raises(outcome):
+                request()
+    generations = [call.kwargs["ifGenerationMatch"] for call in gcs.call.call_args_list]
+    assert generations == ["0", "7", "7"]
 
 
 def test_only_the_unfinished_uploads_of_a_checkpoint_are_aborted(

@@ -176,10 +176,14 @@ def test_a_run_that_lost_its_lease_says_who_has_it_and_leaves_that_ones_file_alo
 
 def test_a_run_whose_lock_file_was_removed_does_not_hold_the_directory(tmp_path: Path) -> None:
     held = Lease(tmp_path)
+    record = (tmp_path / LOCK_FILE).read_bytes()
     (tmp_path / LOCK_FILE).unlink()
     with pytest.raises(LeaseLost, match="its lock file was removed"):
         held.check()
     Lease(tmp_path).release()  # a run that has ended since
+    with pytest.raises(LeaseLost):
+        held.check()
+    (tmp_path / LOCK_FILE).write_bytes(record)  # restored from a backup
     with pytest.raises(LeaseLost):
         held.check()
     held.release()

@@ -338,6 +338,18 @@ def test_prune_clears_what_a_killed_command_left(run: Path) -> None:
     assert hidden == {".metadata"}
 
 
+@pytest.mark.parametrize(("step", "is_lost"), [(30, False), (40, False), (50, True)])
+def test_a_start_repairs_latest_and_warns_only_if_it_repeats_steps(
+    run: Path, step: int, is_lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """30: the run was killed between the rename of a checkpoint and the update of LATEST."""
+    (run / "LATEST").unlink()
+    (run / "LATEST").symlink_to(f"epoch_0_step_{step}")
+    assert tiny.load(run, tiny.recipe()) is not None
+    assert os.readlink(run / "LATEST") == "epoch_0_step_40"
+    assert ("not a complete checkpoint any more" in caplog.text) == is_lost
+
+
 # ---------------------------------------------------------------- a checkpoint that was moved, with a link in its place
 
 

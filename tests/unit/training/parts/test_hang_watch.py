@@ -30,6 +30,7 @@ from automodel_ckpt.parallel.ranks.process_stacks import (
 )
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.watch import hang_watch
 from automodel_ckpt.training.watch.hang_watch import HangWatch
 
 STATE = RankState(0, "now", 12, STEPS, 5.0, {"0": 30, "1": 4}, "in a step: f (a.py:1)")
@@ -231,6 +232,45 @@ def test_a_hang_is_reported_or_the_ranks_are_restarted(
     assert str(directory) in text
     assert bool(messages) == may_restart
     assert (directory / "report.txt").read_text().startswith(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_reported"), [("here", False), ("elsewhere", True), (None, True)]
+)
+def test_the_lowest_overdue_rank_of_a_node_examines_its_silent_ranks(
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    host: str | None,
+    is_reported: bool,
+) -> None:
+    """Rank 0 of *host* and rank 1 are overdue, and rank 2 writes nothing. *host* None: rank 0 has no address."""
+    timeline = Timeline()
+    timeline.enter(STEPS)
+    watched: Any = watch(timeline, tmp_path, min_seconds=1.0)
+    watched._layout.rank, watched._poll_seconds = 1, 0.0
+    ticks = SimpleNamespace(sleep=lambda _: None, monotonic=iter(range(1000)).__next__)
+    monkeypatch.setattr(hang_watch, "time", ticks)
+    monkeypatch.setattr(
+        hang_watch, "report_on", lambda _: ProcessReport("is suspended", "f (a.py)")
+    )
+    watched._addresses = [
+        host and SimpleNamespace(is_on_this_node=host == "here"),
+        SimpleNamespace(is_on_this_node=True),
+        SimpleNamespace(is_on_this_node=True),
+    ]
+    for step in range(1, 20):
+        clock.now += 0.1
+        watched.note_step(step)
+    directory = tmp_path / "hangs" / "step_20"
+    hangs.write_state(
+        directory, replace(STATE, start=watched._start, completed=19, is_overdue=True)
+    )
+    clock.now += 5
+    for _ in range(2):
+        watched._check()
+    stacks = [path.name for path in directory.iterdir() if "f (a.py)" in path.read_text()]
+    assert bool(stacks) == is_reported
 
 
 def test_after_a_stop_request_a_hang_that_was_only_reported_ends_the_run(

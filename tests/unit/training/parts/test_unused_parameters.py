@@ -47,6 +47,8 @@ def test_the_patterns_match_unused_parameters_only(
     assert f"model.freeze: {patterns}" in caplog.text
     with pytest.raises(RecipeError, match="if no batch uses them, freeze them"):
         check_all_trained(model, has_adapters=False, is_error=True)
+    check_all_trained(model, has_adapters=False, is_error=True, is_resumed=True)
+    assert "the checkpoint has them among the trained ones, so they stay as they are" in caplog.text
 
 
 def test_adapters_of_other_layers_are_kept(caplog: pytest.LogCaptureFixture) -> None:

@@ -79,6 +79,19 @@ def test_the_first_save_after_going_back_renames_the_abandoned_checkpoints(
     assert commit.pointed(root, "LATEST") == "epoch_0_step_1"
 
 
+def test_a_start_keeps_the_memory_checkpoint_that_it_resumed_and_no_other(
+    every_third: Run,
+) -> None:
+    every_third.step(3)
+    assert every_third.in_memory == [3]
+    resumed = every_third.disk.load({"model": nn.Linear(2, 2)})
+    assert resumed is not None and resumed.in_memory
+    every_third.saves.start(resumed, 3)
+    assert every_third.in_memory == [3]
+    every_third.saves.start(None, 0)
+    assert every_third.in_memory == []
+
+
 @pytest.mark.parametrize("kind", [SaveFailed, LeaseLost])
 def test_a_run_goes_back_after_saves_to_memory_have_ended(
     every_third: Run, kind: type[SaveFailed] | type[LeaseLost]

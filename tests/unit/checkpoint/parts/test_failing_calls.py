@@ -1,0 +1,90 @@
+"""Any system call of a save or an export may fail: nothing incomplete is left, and the next attempt succeeds."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from tests.support.checkpoints import consolidate, is_intact
+from tests.support.models import tiny
+from tests.support.models.shards import cut, write_checkpoint
+
+
+@contextmanager
+def failing(call: str, number: int) -> Iterator[list[str]]:
+    """Let call *number* of ``os.CALL`` fail. Yields a list with the failed call."""
+    real, failed = getattr(os, call), list[str]()
+    countdown = iter(range(number, -1, -1))
+
+    def fail(*arguments: Any, **more: Any) -> Any:
+        if next(countdown, None) == 0:
+            failed.append(call)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "the disk")
+        return real(*arguments, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, fail)
+        yield failed
+
+
+def each_failure(call: str, attempt: Callable[[int], object]) -> Iterator[tuple[int, bool]]:
+    """Run *attempt* with a number from 0 until no call of ``os.CALL`` is left to fail: in each, the next call fails.
+
+    Yields the number and whether the attempt succeeded all the same. Otherwise its error has a hint.
+    """
+    for number in range(500):
+        with failing(call, number) as failed:
+            try:
+                attempt(number)
+                error = None
+            except (CheckpointUnusable, SaveFailed) as caught:
+                error = caught
+        if not failed:
+            assert error is None and number > 0, f"{call} was not called"
+            return
+        if error is not None:
+            assert "Input/output error" in str(error) and "hint:" in str(error)
+        yield number, error is None
+    pytest.fail(f"more than 500 calls of {call}")
+
+
+@pytest.mark.parametrize("call", ["fsync", "mkdir", "pwrite", "rename", "symlink", "unlink"])
+def test_a_save_with_a_failing_call_leaves_complete_checkpoints_only(
+    tmp_path: Path, call: str
+) -> None:
+    made = tiny.recipe(seed=1)
+    tiny.train(made)
+    tiny.save(tmp_path, made, step=1)
+    step = 1
+    for number, is_saved in each_failure(call, lambda i: tiny.save(tmp_path, made, step=i + 2)):
+        step = number + 2
+        assert (tmp_path / f"epoch_0_step_{step}").exists() == is_saved
+        assert is_intact(tmp_path / "LATEST", deep=True)
+    # The last attempt met no failure. It also removed what the others had left.
+    assert not [path for path in tmp_path.iterdir() if ".staging-" in path.name]
+    other = tiny.recipe(seed=2)
+    resumed = tiny.load(tmp_path, other)
+    assert resumed is not None and resumed.step == step + 1
+    tiny.assert_equal_state(made, other)
+
+
+@pytest.mark.parametrize("call", ["fsync", "ftruncate", "preadv", "pwrite"])
+def test_an_export_with_a_failing_call_leaves_a_complete_one(tmp_path: Path, call: str) -> None:
+    tensors = {"a": torch.randn(1_200_000), "b": torch.randn(1_200_000)}
+    slices = [each for name, tensor in tensors.items() for each in cut(name, tensor, 2)]
+    write_checkpoint(tmp_path, tensors, slices)
+    output = consolidate(tmp_path).output
+    for _, is_exported in each_failure(call, lambda _: consolidate(tmp_path, num_threads=2)):
+        found = load_file(output / "model-00001-of-00001.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+        assert not [path for path in output.parent.iterdir() if path.name.startswith(".")]
+        assert not is_exported
