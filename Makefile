@@ -144,9 +144,12 @@ fp8: $(TORCHAO)/.ready  ## training in FP8 and 8-bit moments with torchao, emula
 	@PYTHONPATH=$(TORCHAO) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -W ignore \
 	    tests/distributed/models/test_fp8.py tests/unit/training/optim/test_adam8bit.py tests/unit/training/runs/test_param_groups.py
 
+# Prints the line of a .pth file by which another environment has the packages of .venv, and the editable one.
+PACKAGES_OF_VENV := import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')
+
 $(HARNESS)/.ready: $(STAMP)
 	@$(BIN)/python -m venv $(HARNESS)
-	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $$(echo $(HARNESS)/lib/python*/site-packages)/trainer.pth
+	@$(BIN)/python -c "$(PACKAGES_OF_VENV)" > $$(echo $(HARNESS)/lib/python*/site-packages)/trainer.pth
 	@$(HARNESS)/bin/python -m pip install --quiet "lm_eval>=0.4.13"
 	@touch $@
 
@@ -155,7 +158,7 @@ harness: $(HARNESS)/.ready  ## `ckpt eval` and `evaluation.harness` with lm-eval
 
 $(TRAINERS)/.ready: $(STAMP)
 	@$(BIN)/python -m venv $(TRAINERS)
-	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $$(echo $(TRAINERS)/lib/python*/site-packages)/trainer.pth
+	@$(BIN)/python -c "$(PACKAGES_OF_VENV)" > $$(echo $(TRAINERS)/lib/python*/site-packages)/trainer.pth
 	@$(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt trl lightning
 	@touch $@
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers.trainer_callback import ExportableState
 
 from automodel_ckpt.checkpoint.formats.description import is_sharded
 from automodel_ckpt.checkpoint.state.storable import check_safe
@@ -43,6 +44,15 @@ _WITHOUT_EFFECT = {
     "trl.trainer.rloo_trainer.RLOOTrainer": "_current_train_step_time _last_loaded_step",
 }
 """Attributes that change, and that a resumed run computes anew."""
+_WITHOUT_STATE = (
+    "automodel_ckpt.",
+    "transformers.",
+    "trl.trainer.callbacks.LogCompletionsCallback",
+    "trl.trainer.callbacks.RichProgressCallback",
+    "trl.trainer.callbacks.SyncRefModelCallback",
+    "trl.trainer.callbacks.WeaveCallback",
+)
+"""Beginnings of the names of callbacks that have no state of their own."""
 _LARGE = (nn.Module, torch.optim.Optimizer)
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, np.ndarray, np.generic)
 
@@ -139,6 +149,20 @@ class TrainerAttributes:
         """Return a text for each attribute that may be state, which differs if the value does."""
         names = sorted(vars(self._trainer).keys() - self._ignored)
         return {name: _digest(getattr(self._trainer, name)) for name in names}
+
+
+def callback_digests(trainer: Any) -> dict[str, str]:
+    """Return a text for each attribute of callbacks that are not saved, which differs if the value does."""
+    parts = [trainer, *vars(trainer).values()]
+    found = {}
+    for callback in trainer.callback_handler.callbacks:
+        kind = type(callback)
+        if isinstance(callback, ExportableState) or _name(kind).startswith(_WITHOUT_STATE):
+            continue
+        for name, value in vars(callback).items():
+            if not any(value is part for part in parts):
+                found[f"{kind.__name__}.{name}"] = _digest(value)
+    return found
 
 
 # ---------------------------------------------------------------- classes

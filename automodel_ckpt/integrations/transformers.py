@@ -19,14 +19,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, HFAssets, Resumed
 from automodel_ckpt.checkpoint.saving.adapter_assets import is_exportable
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.integrations.attributes import TrainerAttributes
+from automodel_ckpt.integrations.attributes import TrainerAttributes, callback_digests
 from automodel_ckpt.integrations.state import DeferredRandomState, gloo_group
 
 __all__ = ["CheckpointCallback"]
@@ -64,10 +64,10 @@ class CheckpointCallback(TrainerCallback):
     """Saves runs of transformers' Trainer in *directory*, whenever the Trainer would save, and resumes them exactly.
 
     A save has the model, the optimizer, the learning-rate schedule, the gradient scaler, the random state of each rank,
-    the TrainerState with the state of other callbacks, and the attributes of the Trainer that change during training,
-    such as the rollouts of GRPO. It is made after the logs and the evaluation of its step: just before the next step or
-    epoch begins, or at the end of training. The metrics of an evaluation in that step rank the checkpoint. Supports one
-    process, and several with DistributedDataParallel or FSDP2; not DeepSpeed and FSDP1.
+    the TrainerState with the state of callbacks (transformers' ExportableState), and the attributes of the Trainer that
+    change during training, such as the rollouts of GRPO. It is made after the logs and the evaluation of its step: just
+    before the next step or epoch begins, or at the end of training. The metrics of an evaluation in that step rank the
+    checkpoint. Supports one process, and several with DistributedDataParallel or FSDP2; not DeepSpeed and FSDP1.
 
     Args:
         directory: The run directory.
@@ -96,6 +96,7 @@ class CheckpointCallback(TrainerCallback):
         self._resume_directory: str | None = None
         self._random_state: DeferredRandomState | None = None
         self._attributes: TrainerAttributes | None = None
+        self._callbacks_before: dict[str, str] | None = None
         self._is_due = False
         self._metrics: dict[str, float] = {}
         self._warned: set[str] = set()
@@ -151,12 +152,13 @@ class CheckpointCallback(TrainerCallback):
         self._remove_resume_directory()
         if self._checkpointer is not None:
             del self._trainer._save_checkpoint
+            vars(self._trainer).pop("_run_epoch", None)
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.close()
 
     # ---------------------------------------------------------------- events of the Trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> Any:
         """Load the checkpoint that :meth:`resume` chose."""
         checkpointer = self._open_checkpointer()
         step = 0 if self._resumed is None else self._resumed.step
@@ -175,12 +177,19 @@ class CheckpointCallback(TrainerCallback):
             if is_exportable(model):
                 given["run"] = checkpointer.directory
             checkpointer.assets["model"] = HFAssets.from_model(model, **given)
+        self._callbacks_before = None
         if self._resumed is None:
-            return
+            return control
         found = self._state(state, parts)
         # There, modules that were not in *saved* are among the attributes.
         checkpointer.load({name: found[name] for name in found if name not in self._unknown_there})
         self._remove_resume_directory()
+        self._restore_callbacks(state.stateful_callbacks)
+        if state.global_step >= state.max_steps or self._is_stopped_early():
+            # The Trainer would make one more step within the epoch.
+            self._trainer._run_epoch = lambda **_: None
+            control.should_training_stop = True
+        return control
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Save the last step of the epoch before, or continue from it."""
@@ -194,6 +203,8 @@ class CheckpointCallback(TrainerCallback):
         """Save the step before, or continue from it."""
         self._save_if_due(state, parts)
         self._restore_random_state()
+        if self._callbacks_before is None:
+            self._callbacks_before = callback_digests(self._trainer)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Wait until the save in progress has copied the weights."""
@@ -261,6 +272,38 @@ class CheckpointCallback(TrainerCallback):
         if self._random_state is not None:
             self._random_state.restore()
 
+    def _restore_callbacks(self, states: Mapping[str, list[dict[str, Any]]]) -> None:
+        """Restore the callbacks that have state. *states* has a list for each name of a class."""
+        remaining = {name: list(each) for name, each in states.items()}
+        for callback in self._exportable_callbacks():
+            if saved := remaining.get(type(callback).__name__):
+                for name, value in saved.pop(0)["attributes"].items():
+                    setattr(callback, name, value)
+
+    def _warn_of_callbacks(self) -> None:
+        """Warn once of each attribute of a callback that has changed, and that a checkpoint does not have."""
+        before, now = self._callbacks_before or {}, callback_digests(self._trainer)
+        changed = [name for name, digest in now.items() if digest != before.get(name)]
+        if new := [name for name in changed if name not in self._warned]:
+            self._warned.update(new)
+            message = (
+                "checkpoints do not have what callbacks changed: %s. If a resume needs it, "
+                "derive their classes from transformers.trainer_callback.ExportableState"
+            )
+            log.warning(message, ", ".join(new))
+
+    def _is_stopped_early(self) -> bool:
+        return any(
+            isinstance(callback, EarlyStoppingCallback)
+            and callback.early_stopping_patience_counter >= callback.early_stopping_patience
+            for callback in self._exportable_callbacks()
+        )
+
+    def _exportable_callbacks(self) -> list[Any]:
+        """The callbacks whose state a checkpoint has."""
+        callbacks = self._trainer.callback_handler.callbacks
+        return [callback for callback in callbacks if isinstance(callback, ExportableState)]
+
     def _load_best(self, model: Any, directory: Path) -> None:
         """Load the weights of the best checkpoint in *directory* into *model*."""
         if not (directory / "LOWEST_VAL").exists():
@@ -309,6 +352,7 @@ class CheckpointCallback(TrainerCallback):
         if not self._is_due:
             return
         self._is_due = False
+        self._warn_of_callbacks()
         self._trainer.store_flos()
         # state.epoch is the number of epochs that are done, with a fraction: 1.0 after the first one.
         self._open_checkpointer().save(
@@ -340,9 +384,8 @@ class CheckpointCallback(TrainerCallback):
     def _state_text(self, state: Any) -> str:
         """The TrainerState as JSON, with the present state of the callbacks that have state."""
         callbacks: dict[str, Any] = {}
-        for callback in self._trainer.callback_handler.callbacks:
-            if isinstance(callback, ExportableState):
-                callbacks.setdefault(type(callback).__name__, []).append(callback.state())
+        for callback in self._exportable_callbacks():
+            callbacks.setdefault(type(callback).__name__, []).append(callback.state())
         values = dataclasses.asdict(dataclasses.replace(state, stateful_callbacks=callbacks))
         return json.dumps(values)
 

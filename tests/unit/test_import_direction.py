@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -256,6 +257,15 @@ def light_modules() -> list[str]:
     return [".".join(filter(None, ("automodel_ckpt", name))) for name in sorted(names)]
 
 
+def printed(script: str, *arguments: str) -> Any:
+    """What a *script* prints as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def test_light_modules_load_no_torch() -> None:
     script = (
         "import importlib, json, sys\n"
@@ -266,9 +276,14 @@ def test_light_modules_load_no_torch() -> None:
         "    found[name] = [h for h in heavy if h in sys.modules]\n"
         "print(json.dumps(found))\n"
     )
-    arguments = json.dumps([light_modules(), HEAVY])
-    done = subprocess.run(
-        [sys.executable, "-c", script, arguments], capture_output=True, text=True, check=False
+    found = printed(script, json.dumps([light_modules(), HEAVY]))
+    assert {name: heavy for name, heavy in found.items() if heavy} == {}
+
+
+def test_the_checkpointer_loads_torch_only() -> None:
+    script = (
+        "from automodel_ckpt import Checkpointer\n"
+        "import json, sys\n"
+        "print(json.dumps(list(sys.modules)))\n"
     )
-    assert done.returncode == 0, done.stderr
-    assert {name: heavy for name, heavy in json.loads(done.stdout).items() if heavy} == {}
+    assert {*HEAVY, "omegaconf"}.intersection(printed(script)) == {"torch"}

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -88,24 +89,33 @@ def _trl(kind: str) -> Callable[[Path, str, bool], Trainer]:
         import trl
 
         settings, given = dict(_SHARED), dict[str, Any]()
+        model: Any = LlamaForCausalLM.from_pretrained(base)
         rows: list[dict[str, Any]] = [{"prompt": _text(first, 2)} for first in range(8)]
         if kind == "SFT":
             rows = [{"text": _text(first, 5)} for first in range(NUM_ROWS)]
-        elif kind == "DPO":
-            settings |= {"sync_ref_model": not lora, "ref_model_sync_steps": 2}
+        elif kind in ("DPO", "Reward"):
             rows = [
                 {"prompt": _text(n, 2), "chosen": f" w{n + 2}", "rejected": f" w{n + 3}"}
+                for n in range(NUM_ROWS)
+            ]
+        elif kind == "KTO":
+            rows = [
+                {"prompt": _text(n, 2), "completion": f" w{n + 2}", "label": n % 2 == 0}
                 for n in range(NUM_ROWS)
             ]
         else:
             settings |= {**_ONLINE, "num_iterations": 3, "num_train_epochs": 2}
             given["reward_funcs"] = _reward
+        if kind in ("DPO", "KTO"):
+            settings |= {"sync_ref_model": not lora, "ref_model_sync_steps": 2}
+        if kind == "Reward":
+            model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
         if lora:
             from peft import LoraConfig
 
             given["peft_config"] = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
         trainer: Trainer = getattr(trl, f"{kind}Trainer")(
-            model=LlamaForCausalLM.from_pretrained(base),
+            model=model,
             args=getattr(trl, f"{kind}Config")(output, **settings),
             train_dataset=Dataset.from_list(rows),
             processing_class=PreTrainedTokenizerFast.from_pretrained(base),
@@ -232,6 +242,8 @@ SUBJECTS: dict[str, Callable[[Path, Path, bool], nn.Module]] = {
     "Trainer": _of_trainer(_trainer),
     "SFTTrainer": _of_trainer(_trl("SFT")),
     "SFTTrainer, LoRA": _of_trainer(_trl("SFT"), lora=True),
+    "KTOTrainer": _of_trainer(_trl("KTO")),
+    "RewardTrainer": _of_trainer(_trl("Reward")),
     "DPOTrainer": _of_trainer(_trl("DPO")),
     "DPOTrainer, LoRA": _of_trainer(_trl("DPO"), lora=True),
     "GRPOTrainer": _of_trainer(_trl("GRPO")),

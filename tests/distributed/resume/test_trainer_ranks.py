@@ -1,13 +1,18 @@
-"""CheckpointCallback resumes transformers' Trainer on two ranks, with DistributedDataParallel and FSDP2."""
+"""CheckpointCallback resumes transformers' Trainer on two ranks, with DistributedDataParallel and FSDP2.
+
+It was killed with SIGKILL during a save.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +28,7 @@ SHARDED = {
 
 
 def trained(
-    directory: Path, last: int | None, settings: dict[str, Any]
+    directory: Path, settings: dict[str, Any]
 ) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
     """Train on this rank; the losses, and the weights."""
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
@@ -33,7 +38,7 @@ def trained(
         # accelerate shards on GPUs only; its code is the same on a CPU.
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    trainer, record = run(directory, last=last, **settings)
+    trainer, record = run(directory, **settings)
     found = {}
     parameters = trainer.model.state_dict()
     assert any(isinstance(each, DTensor) for each in parameters.values()) == bool(settings)
@@ -42,12 +47,35 @@ def trained(
     return record.losses, found
 
 
-@pytest.mark.parametrize("settings", [{}, SHARDED], ids=["ddp", "fsdp2"])
-def test_a_run_on_two_ranks_is_resumed_exactly(tmp_path: Path, settings: dict[str, Any]) -> None:
-    whole, weights = ranks.run(trained, 2, tmp_path / "whole", None, settings)[0]
-    before, _ = ranks.run(trained, 2, tmp_path / "run", 8, settings)[0]
-    after, resumed = ranks.run(trained, 2, tmp_path / "run", None, settings)[0]
-    assert before | after == whole
-    assert min(after) == 7
+def killed_in_a_save(directory: Path, settings: dict[str, Any], killed: set[int]) -> None:
+    """Train until the save of step 6 flushes a file on one of the *killed* ranks."""
+    fsync = os.fsync
+
+    def kill(descriptor: int) -> None:
+        if "step_6" in os.readlink(f"/proc/self/fd/{descriptor}") and dist.get_rank() in killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", kill)
+        trained(directory, settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "killed"), [({}, {1}), (SHARDED, {0, 1})], ids=["ddp", "fsdp2"]
+)
+def test_a_run_on_two_ranks_is_resumed_exactly(
+    tmp_path: Path, settings: dict[str, Any], killed: set[int]
+) -> None:
+    whole, weights = ranks.run(trained, 2, tmp_path / "whole", settings)[0]
+    ended = ranks.outcomes(killed_in_a_save, 2, tmp_path / "run", settings, killed)
+    for rank, outcome in enumerate(ended):
+        assert (outcome.exitcode == -signal.SIGKILL) == (rank in killed), outcome
+    assert os.readlink(tmp_path / "run/LATEST") == "epoch_0_step_3"
+    # A rank 0 that lives on removes what was written.
+    assert bool(list((tmp_path / "run").glob(".epoch_1_step_6.staging*"))) == (0 in killed)
+    after, resumed = ranks.run(trained, 2, tmp_path / "run", settings)[0]
+    assert after == {step: loss for step, loss in whole.items() if step > 3}
     for name, expected in weights.items():
         assert torch.equal(expected, resumed[name]), name
+    assert not list((tmp_path / "run").glob(".epoch*"))

@@ -343,6 +343,33 @@ def test_other_callbacks_and_a_second_start_in_the_process(tmp_path: Path) -> No
     assert not list((tmp_path / "output").glob("checkpoint*"))
 
 
+def test_early_stopping_continues_and_a_run_that_is_over_makes_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(name: str, last: int | None = None, **settings: Any) -> dict[int, float]:
+        checkpoints, stop = CheckpointCallback(tmp_path / name), EarlyStoppingCallback(3)
+        output = tmp_path / "output"
+        trainer, record = make_trainer(output, checkpoints, stop, last=last, **settings)
+        try:
+            trainer.train(resume_from_checkpoint=checkpoints.resume(trainer))
+        except Killed:
+            checkpoints.close()
+        return record.losses
+
+    # The loss falls, and this takes it for worse.
+    rises = {"greater_is_better": True, "load_best_model_at_end": True}
+    whole = start("whole", **rises)
+    assert list(whole) == list(range(1, 13))
+    assert start("run", last=7, **rises) | start("run", **rises) == whole
+    assert start("run", **rises) == {}
+
+    # Within an epoch, the Trainer would make one more step.
+    assert list(start("short", max_steps=7)) == list(range(1, 8))
+    assert start("short", max_steps=7) == {}
+    assert list(start("short", max_steps=8)) == [8]
+    assert "callbacks changed: Record.losses, Record.evaluations. If" in caplog.text
+
+
 def test_generation_in_evaluations_is_no_state(tmp_path: Path) -> None:
     sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
     for last in (8, None):
