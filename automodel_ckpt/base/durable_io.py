@@ -1,16 +1,26 @@
-"""Durable files and directories: fsync, complete writes and atomic replacement, and walks that miss no directory.
+"""Durable files and directories: fsync, complete writes and atomic replacement, and walks that miss no directory. Also
+which process owns something temporary, the proof that it has ended, and types of file systems.
 
-Imports nothing of the package.
+Two proofs count. The lock is shared and free: the owner had the same boot of the same kernel and the same mounted file
+system, and this process can lock what the owner had locked. Or the owner's process is gone from this process namespace.
+A free lock alone proves nothing: other nodes and other mounts may not share locks. A temporary name ends in 32
+hexadecimal digits, from :func:`owner_digits`, that say who made it. Imports nothing of the package.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import re
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
+
+import xxhash
 
 
 def walk(
@@ -105,3 +115,186 @@ def replace_file(path: Path, data: bytes) -> None:
             os.unlink(temporary)
         raise
     fsync_directory(path.parent)  # makes the rename durable
+
+
+ABANDONED_SECONDS = 86400.0
+"""If the owner of a leftover cannot be determined (another node, before a restart), the leftover is removed when
+untouched for a day."""
+UNLOCKED_SECONDS = 5.0
+"""What a live process has just made is without its lock for a moment."""
+_NO_LOCKS_HERE = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
+_MARK = "f"
+"""The digit that tells these names from random ones (uuid4), which have a 4 in its place."""
+
+
+def kernel_boot_id() -> str | None:
+    """The kernel's name for its current boot, equal in all containers of a node; None where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or None
+    except OSError:
+        return None
+
+
+def pid_namespace() -> str:
+    """The kernel's name for the process numbers that this process sees; empty where there is none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def file_system_at(directory: Path) -> tuple[int, int]:
+    """The :func:`file_system_identity` of a directory. Raises OSError where there is none."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return file_system_identity(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_system_identity(descriptor: int) -> tuple[int, int]:
+    """Two numbers that differ between any two mounted file systems of a kernel: device and file system id."""
+    return os.fstat(descriptor).st_dev, os.fstatvfs(descriptor).f_fsid
+
+
+def is_gone(pid: int) -> bool:
+    """Whether no process of this process namespace has the number *pid*."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    # EPERM: the process exists and belongs to another user.
+    except (OSError, OverflowError):
+        return False
+    return False
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file. False where the file system has no locks; BlockingIOError where another one has the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # NFS emulates flock by fcntl, where EACCES can be a conflict (flock(2), fcntl(2)).
+        if error.errno == errno.EACCES:
+            raise BlockingIOError(error.errno, error.strerror) from None
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
+        return False
+    return True
+
+
+def owner_digits(directory: Path) -> str:
+    """32 hexadecimal digits for the name of something temporary in *directory*: where its locks are, and its process.
+
+    8 digits of boot and file system, 10 of boot and process namespace (with a mark among them), 6 of the process
+    number, 8 random ones. Raises OSError where there is no such directory.
+    """
+    # Linux process numbers are at most 2**22, which takes 6 hexadecimal digits.
+    return _lock_digits(directory) + _process_digits() + f"{os.getpid():06x}" + uuid.uuid4().hex[:8]
+
+
+@contextlib.contextmanager
+def owned(path: Path) -> Iterator[None]:
+    """Lock a file or directory that this process has made under :func:`owner_digits`, while it is in use."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_abandoned(path: Path, *, after_seconds: float = ABANDONED_SECONDS) -> bool:
+    """Whether the process that made something temporary has ended.
+
+    For certain, or as far as can be determined: what a process on
+    another node, or before a restart, has made counts when it was not touched for *after_seconds*. Raises OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        try:
+            is_locked = lock(descriptor)
+        except BlockingIOError:
+            return False
+        made_by = path.name[-32:]
+        if made_by[12] != _MARK:
+            return True
+        if made_by[8:18] == _process_digits() and is_gone(int(made_by[18:24], 16)):
+            return True
+        if is_locked and made_by[:8] == _lock_digits(path.parent):
+            return untouched_seconds(path) > UNLOCKED_SECONDS
+        return untouched_seconds(path) > after_seconds
+    finally:
+        os.close(descriptor)
+
+
+def _lock_digits(directory: Path) -> str:
+    """Equal for two processes only where they share the locks on what is in *directory*."""
+    identity = file_system_at(directory)
+    # Without a boot id, a random value: then no two processes count as sharing locks.
+    return _hashed(f"{kernel_boot_id() or uuid.uuid4()} {identity}")[:8]
+
+
+def _process_digits() -> str:
+    """Equal for two processes only where they see each other's numbers; the fifth digit is the mark."""
+    digits = _hashed(f"{kernel_boot_id() or uuid.uuid4()} {pid_namespace() or uuid.uuid4()}")
+    return digits[:4] + _MARK + digits[4:9]
+
+
+def _hashed(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def untouched_seconds(path: Path) -> float:
+    """How long ago something was written in a directory, or to a file, by the clock of this node."""
+    newest = os.lstat(path).st_mtime
+    for parent, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                newest = max(newest, os.lstat(os.path.join(parent, name)).st_mtime)
+    return time.time() - newest
+
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+OVERLAY_WARNING = (
+    "{} is on an overlay file system: in a container what is saved there is gone with the container. Mount a directory "
+    "of the host in its place (docker run -v /data/checkpoints:{} ...)"
+)
+
+
+def overlay_warning(directory: Path) -> str | None:
+    """The warning for a *directory* (which may not exist yet) on an overlay file system; else None."""
+    real = Path(os.path.realpath(directory))
+    return OVERLAY_WARNING.format(directory, real) if file_system_of(real) == "overlay" else None
+
+
+def file_system_of(path: Path) -> str | None:
+    """The type of the file system of a resolved path, which may not exist yet; None where it is unknown.
+
+    Source: proc(5), mountinfo: the fifth field is the mount point; the type follows the separate dash.
+    """
+    try:
+        lines = _MOUNTS.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    found: tuple[int, str | None] = (0, None)
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        # proc(5): spaces, tabs, newlines and backslashes are written as octal numbers.
+        point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), before.split()[4])
+        # The last mount on a path hides the others on the same path.
+        if after and path.is_relative_to(point) and len(point) >= found[0]:
+            found = len(point), after.split()[0]
+    return found[1]
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that this user may write to the file system of *directory*, which need not exist yet."""
+    path = directory.absolute()
+    while not path.exists():
+        path = path.parent
+    status = os.statvfs(path)
+    # Not f_bfree, which includes the blocks that only root may use.
+    return status.f_bavail * status.f_frsize

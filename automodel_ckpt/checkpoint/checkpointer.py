@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from automodel_ckpt.base.durable_io import overlay_warning
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.direct import METER
-from automodel_ckpt.checkpoint.files.ownership import overlay_warning
+from automodel_ckpt.checkpoint.files.durable_file import METER
 from automodel_ckpt.checkpoint.files.threads import collector_paused
 from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed
@@ -50,15 +50,12 @@ from automodel_ckpt.checkpoint.parts.discovery import (
     plain_numbers,
 )
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.directory import OPENING, RunDirectory
-from automodel_ckpt.checkpoint.run.generation import NOTE
+from automodel_ckpt.checkpoint.run.resume import KeepPolicy
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets, is_exportable
-from automodel_ckpt.checkpoint.saving.exports import Exports
-from automodel_ckpt.checkpoint.saving.forecast import Forecast
+from automodel_ckpt.checkpoint.saving.exports import Exports, SyncSaves
 from automodel_ckpt.checkpoint.saving.planner import Planner
-from automodel_ckpt.checkpoint.saving.publisher import SyncSaves
-from automodel_ckpt.checkpoint.saving.save import Assets, Save, SaveReport, SaveSettings
+from automodel_ckpt.checkpoint.saving.save import Assets, Forecast, Save, SaveReport, SaveSettings
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.checkpoint.transfers import Transfers, with_local_directory
 from automodel_ckpt.errors import AutomodelError, RecipeError, SaveFailed
@@ -130,7 +127,7 @@ class Checkpointer:
         self._options = options
         self._timeout_seconds = timeout_seconds
         self.assets = dict(assets or {})
-        keep = policy.KeepPolicy(
+        keep = KeepPolicy(
             options.keep_last,
             options.keep_best,
             options.keep_every_steps,
@@ -148,7 +145,6 @@ class Checkpointer:
         """Short texts that each checkpoint's manifest contains in ``environment``, such as ``precision``."""
         self._planner = Planner(self._settings)
         self._directories: NodeDirectories | None = None
-        self._has_generation = False
         self.loader = CheckpointLoader(self._settings, options, group)
         """What loads. ``on_nodes`` has the checkpoints that are distributed over several nodes."""
         self.exports = Exports(self._settings, group, self.wait_for_save)
@@ -326,7 +322,8 @@ class Checkpointer:
         progress = plain_numbers("progress", progress or {})
         self.wait_for_save()
         started = time.monotonic()
-        self._begin_generation(None, abandons_later=True)
+        if self._directories is not None:
+            self._directories.continue_from(None, self.notes, abandons_later=True)
         self.prepare(state)
         save = Save(
             name,
@@ -444,7 +441,10 @@ class Checkpointer:
         finally:
             # Collective calls in load() end after the last read of all ranks.
             self.transfers.remove_fetched(fetched)
-        self._begin_generation(resumed, abandons_later=self._options.restore_from is not None)
+        if self._directories is not None:
+            abandons_later = self._options.restore_from is not None
+            manifest = None if resumed is None else resumed.manifest
+            self._directories.continue_from(manifest, self.notes, abandons_later=abandons_later)
         if resumed is None:
             self.transfers.start_uploads(None)
         else:
@@ -468,19 +468,6 @@ class Checkpointer:
         if any(isinstance(each, AdapterAssets) for each in self.assets.values()):
             self._settings.use_adapter_file(self._options)
 
-    def _begin_generation(self, resumed: Resumed | None, *, abandons_later: bool) -> None:
-        """Begin a generation of the run, once, if nodes have or had separate directories. Collective.
-
-        If it *abandons_later* checkpoints, what the nodes have of them is removed.
-        """
-        if self._directories is None or self._has_generation:
-            return
-        self._has_generation = True
-        step = 0 if resumed is None else resumed.step
-        of_generation = "" if resumed is None else resumed.manifest.environment.get(NOTE, "")
-        self._directories.begin(step, of_generation=of_generation, abandons_later=abandons_later)
-        self.notes[NOTE] = self._directories.generation
-
     @collector_paused()
     def roll_back(self, state: Values, step: int) -> Resumed | None:
         """Load the newest usable checkpoint of *step* or an earlier one into *state*, during training. Collective.
@@ -501,8 +488,9 @@ class Checkpointer:
         finally:
             self.transfers.remove_fetched(fetched)
         if resumed is not None:
-            self._has_generation = False
-            self._begin_generation(resumed, abandons_later=True)
+            if self._directories is not None:
+                self._directories.has_generation = False
+                self._directories.continue_from(resumed.manifest, self.notes, abandons_later=True)
             self.transfers.roll_back(resumed.step)
         return resumed
 

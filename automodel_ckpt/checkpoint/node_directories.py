@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.base.durable_io import replace_file
+from automodel_ckpt.base.durable_io import file_system_of, replace_file
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.ownership import file_system_of
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.files.type_aliases import FileDict
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, TextDict
 from automodel_ckpt.checkpoint.memory.save_files import (
     EARLIER_LOGS,
     remove_set_aside,
@@ -36,10 +35,10 @@ from automodel_ckpt.checkpoint.options import CheckpointOptions, Level
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.failures import as_failure
-from automodel_ckpt.checkpoint.parts.manifest import Summary
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.generation import Postponed, RunGeneration
-from automodel_ckpt.checkpoint.run.transfer_files import remove_fetched
+from automodel_ckpt.checkpoint.run.generation import NOTE, Postponed, RunGeneration
+from automodel_ckpt.checkpoint.run.links import remove_fetched
 from automodel_ckpt.checkpoint.transfers import is_scratch_directory
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.parallel.ranks import agree
@@ -120,6 +119,8 @@ class NodeDirectories:
         """The generation of the last start of this node. It may be earlier than the run's generation."""
         generations = agree.gather_objects(group, self._last_here)
         self._generation = max(generations, key=lambda generation: generation.number)
+        self.has_generation = False
+        """Whether this start has begun a generation."""
         self.on_nodes: Mapping[Path, CheckpointOnNodes] = {}
         """The checkpoints that the nodes have completely together, by path."""
         with agree.raise_on_all_ranks(group, convert):
@@ -139,11 +140,6 @@ class NodeDirectories:
     def is_one(self) -> bool:
         """Whether all ranks have the same directory."""
         return len(self.nodes.nodes) == 1
-
-    @property
-    def generation(self) -> str:
-        """The name of the present generation, for the manifests of its checkpoints."""
-        return self._generation.name
 
     def _bring_logs(self, generations: Sequence[RunGeneration]) -> None:
         """Bring the logs of the last start to rank 0's node. *generations* are the generations of all ranks' nodes.
@@ -204,6 +200,21 @@ class NodeDirectories:
         from automodel_ckpt.checkpoint.memory.survey import survey
 
         self.on_nodes = survey(self.nodes, self._group, self._level, self._generation.is_current)
+
+    def continue_from(
+        self, resumed: Manifest | None, notes: TextDict, *, abandons_later: bool
+    ) -> None:
+        """Begin a generation that continues from *resumed*, once: see :attr:`has_generation`. *notes* gets its name.
+
+        If it *abandons_later* checkpoints, what the nodes have of them is removed.
+        """
+        if self.has_generation:
+            return
+        self.has_generation = True
+        step = 0 if resumed is None else resumed.step
+        of_generation = "" if resumed is None else resumed.environment.get(NOTE, "")
+        self.begin(step, of_generation=of_generation, abandons_later=abandons_later)
+        notes[NOTE] = self._generation.name
 
     def begin(self, step: int, *, of_generation: str = "", abandons_later: bool = False) -> None:
         """Begin a generation that continues from *step*: later checkpoints of earlier starts are abandoned.

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, get_args
 
-from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.errors import RecipeError
 
 ModelFormat = Literal["safetensors", "torch_save"]
 ModelLayout = Literal["shards", "hf", "adapter"]
 OnIncompatible = Literal["error", "sibling"]
+Mode = Literal["min", "max"]
+"""Which metric is better."""
 Level = Literal["none", "size", "digest"]
 """What to verify of a file."""
 
@@ -83,7 +84,7 @@ class CheckpointOptions:
     """Save the optimizer state; False: only weights, so that a resume is not exact."""
     best_metric_key: str = "val_loss"
     """Metric that selects the best checkpoint (LOWEST_VAL)."""
-    best_mode: policy.Mode = "min"
+    best_mode: Mode = "min"
     """Whether a lower (min) or a higher (max) metric is better."""
     keep_last: int | None = None
     """Keep the newest N checkpoints and remove others; None: keep all."""
@@ -150,7 +151,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "model_save_format": get_args(ModelFormat),
     "model_layout": (None, *get_args(ModelLayout)),
     "on_incompatible": get_args(OnIncompatible),
-    "best_mode": get_args(policy.Mode),
+    "best_mode": get_args(Mode),
     "verify": get_args(Level),
 }
 _AT_LEAST = {"keep_last": 1, "keep_best": 0, "keep_every_steps": 1}

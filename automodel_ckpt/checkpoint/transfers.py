@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.transfer_files import (
+from automodel_ckpt.checkpoint.run.links import (
     TO_STORE,
     clear_links,
     own_name,

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
+from automodel_ckpt.checkpoint.export.files import Log
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.parts import commit

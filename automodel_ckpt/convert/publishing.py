@@ -11,17 +11,22 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from automodel_ckpt.base.durable_io import fsync_directory, fsync_file, walk
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
-from automodel_ckpt.checkpoint.export.publish import staged
+from automodel_ckpt.base.durable_io import (
+    fsync_directory,
+    fsync_file,
+    is_abandoned,
+    owned,
+    owner_digits,
+    walk,
+)
+from automodel_ckpt.checkpoint.export.files import Log, staged
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
 from automodel_ckpt.checkpoint.parts.commit import make_run_directory
 from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
 from automodel_ckpt.checkpoint.run import maintenance
 from automodel_ckpt.checkpoint.run.directory import RunDirectory, check_not_a_file
 from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
-from automodel_ckpt.checkpoint.run.policy import KeepPolicy
+from automodel_ckpt.checkpoint.run.resume import KeepPolicy
 from automodel_ckpt.errors import SaveFailed, os_problem, writing_hint
 
 

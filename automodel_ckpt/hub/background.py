@@ -11,7 +11,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
-from automodel_ckpt.checkpoint.run.transfer_files import TO_HUB, step_of
+from automodel_ckpt.checkpoint.run.links import TO_HUB, step_of
 from automodel_ckpt.config.keys.checkpoint import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.hub.repository import has_token

@@ -15,14 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.durable_io import walk
+from automodel_ckpt.base.durable_io import owned, owner_digits, walk
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.digests import digest_of
-from automodel_ckpt.checkpoint.files.durable_file import file_record, part_digests
-from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
-from automodel_ckpt.checkpoint.files.safe_open import model_file, read_model_file, read_safely
+from automodel_ckpt.checkpoint.files.durable_file import digest_of, file_record, part_digests
+from automodel_ckpt.checkpoint.files.safe_open import (
+    model_file,
+    parse_json,
+    read_model_file,
+    read_safely,
+)
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.durable_io import fsync_directories, fsync_directory
+from automodel_ckpt.base.durable_io import fsync_directories, fsync_directory, owned
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError, SaveFailed
 from automodel_ckpt.hub.repository import (
     HubAddress,

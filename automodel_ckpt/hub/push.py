@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub.repository import (
     MAIN,

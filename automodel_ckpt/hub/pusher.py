@@ -14,7 +14,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, print_line, serve
-from automodel_ckpt.checkpoint.run.transfer_files import pending, step_of, unlink
+from automodel_ckpt.checkpoint.run.links import pending, step_of, unlink
 from automodel_ckpt.config.keys.checkpoint import HubConfig
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.hub.background import LINK, LOCK, STATUS

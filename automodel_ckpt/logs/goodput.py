@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.run.timeline import (
+from automodel_ckpt.checkpoint.run.notes import (
     DATA,
     DONE,
     END,

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.files.safe_open import open_regular, parse_json
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_STEP = 2**53

@@ -18,8 +18,7 @@ import torch
 
 from automodel_ckpt.base.durable_io import naming, replace_file
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.files.safe_open import open_regular, parse_json
 from automodel_ckpt.errors import SaveFailed, os_problem
 
 log = logging.getLogger("automodel_ckpt")

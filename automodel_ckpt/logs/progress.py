@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from automodel_ckpt.base.terminal_text import columns, for_terminal, takes_escapes
-from automodel_ckpt.base.units import duration, size_text
+from automodel_ckpt.base.units import columns, duration, for_terminal, size_text, takes_escapes
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.errors import LeaseLost, printable
 

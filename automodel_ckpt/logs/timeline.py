@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.checkpoint.files.layout import TIMELINE_LOG, TIMELINE_STATE
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
-from automodel_ckpt.checkpoint.run.timeline import (
+from automodel_ckpt.checkpoint.run.notes import (
     DATA,
     END,
     FAILED,

@@ -19,7 +19,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.models.inspect.repository import RepositoryOptions, from_library_first
 
 log = logging.getLogger("automodel_ckpt")

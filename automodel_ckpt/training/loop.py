@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from automodel_ckpt.base.device_copies import Mark
 from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint import Checkpointer
-from automodel_ckpt.checkpoint.run import timeline
+from automodel_ckpt.checkpoint.run.notes import OTHER, STEPS
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import DeviceMemoryError, Stopped
@@ -145,7 +145,7 @@ class TrainingLoop:
         if self.layout.rank == 0:
             self.stop_request.on_request = self._acknowledge
         log.info("%s", planned_end(scheduler.settings, steps_per_epoch(self.dataloader)))
-        self.run_log.timeline.enter(timeline.STEPS)
+        self.run_log.timeline.enter(STEPS)
         with ExitStack() as stack:
             if self.profiler is not None:
                 stack.enter_context(self.profiler)
@@ -163,10 +163,10 @@ class TrainingLoop:
                     self.run_log.log_event,
                 )
             while not scheduler.is_finished():
-                with self.run_log.timeline.phase(timeline.OTHER):
+                with self.run_log.timeline.phase(OTHER):
                     self.divergence.skip_batches(self.dataloader)
                 self.run_epoch()
-        self.run_log.timeline.enter(timeline.OTHER)
+        self.run_log.timeline.enter(OTHER)
         self.stop_request.on_request = None
         if self.last_step is None and self.saves.resumed is not None:
             # The checkpoint was in the last epoch, of which no full batch is left.

@@ -11,7 +11,7 @@ from torch import nn
 from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint import Checkpointer, discover
 from automodel_ckpt.checkpoint.files.layout import AVERAGE
-from automodel_ckpt.checkpoint.run.timeline import DONE, STOPPED
+from automodel_ckpt.checkpoint.run.notes import DONE, STOPPED
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.recipe_rules import has_metrics, has_validation
 from automodel_ckpt.errors import Stopped

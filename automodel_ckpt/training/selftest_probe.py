@@ -17,10 +17,9 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.checkpoint.jobs.tensor_bytes import raw_bytes
 from automodel_ckpt.checkpoint.parts.discovery import classify, discover
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
-from automodel_ckpt.checkpoint.state.storable import check_safe
+from automodel_ckpt.checkpoint.state.storable import check_safe, raw_bytes
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.optim.lr import current_rate
 from automodel_ckpt.training.counters.step_scheduler import Due

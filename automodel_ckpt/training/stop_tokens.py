@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG, read_files
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.tree.rules import Target

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.jobs import rank_manifest
+from automodel_ckpt.checkpoint.jobs.rank_manifest import environment
 from automodel_ckpt.checkpoint.parts.manifest import FORMAT_VERSION
 from automodel_ckpt.checkpoint.saving import publisher
-from automodel_ckpt.checkpoint.saving.environment import environment
 from tests.support import ranks
 from tests.support.models import tiny
 

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint.formats import read_ahead, reading
 from automodel_ckpt.checkpoint.formats.reading import read_tree
-from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of
 from automodel_ckpt.checkpoint.parts.manifest import Tree
 from automodel_ckpt.checkpoint.saving.host_memory import lock_pages, unlock_pages
+from automodel_ckpt.checkpoint.state.storable import blocks_of
 from automodel_ckpt.convert.open import open_weights
 from tests.support.gpu import both_devices, only_gpu
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.checkpoint.tensors.box_reader import whole
 from automodel_ckpt.convert.formats.format import ModelParameter, OptimizerState
 from automodel_ckpt.convert.formats.registry import detect, detect_run
 from automodel_ckpt.convert.open import open_source, open_weights

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.sources.base_maps import FILE_INDEX_MAP
+from automodel_ckpt.checkpoint.sources.source import FILE_INDEX_MAP
 from tests.support import ranks
 from tools.bench.harness import (
     Group,

@@ -30,12 +30,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.threads import collector_paused
-from automodel_ckpt.checkpoint.formats import safetensors, torch_save
-from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import local_box
-from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.formats.planning import Share, TreePlan
+from automodel_ckpt.checkpoint.formats.rank_files import ShardFiles, item_jobs, shard_jobs
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
@@ -142,14 +141,14 @@ def planned(rank: int, num_ranks: int, figures: Figures) -> tuple[SaveSettings, 
 def rank_manifests(save: Save, num_ranks: int) -> Iterator[RankManifest]:
     """What each rank writes, without the bytes of the tensors."""
     model, optimizer = save.plan.trees.values()
-    files = safetensors.ShardFiles()
+    files = ShardFiles()
     for rank in range(num_ranks):
         written = RankManifest(rank)
         for tree in (model, optimizer):
             written.trees[tree.name] = save.plan.layouts[tree.name].rank_tree()
         jobs = [
-            *safetensors.plan_jobs(model, rank, save.plan.layouts[model.name], files),
-            *torch_save.plan_jobs(optimizer, rank, save.plan.layouts[optimizer.name]),
+            *shard_jobs(model, rank, save.plan.layouts[model.name], files),
+            *item_jobs(optimizer, rank, save.plan.layouts[optimizer.name]),
         ]
         for job in jobs:
             _pretend_to_write(job, written)

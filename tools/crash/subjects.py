@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.sources.source import BaseMaps
 from tools.crash import state
 from tools.crash.pair import Outcome
 

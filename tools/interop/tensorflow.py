@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.checkpoint.tensors.box_reader import whole
 from automodel_ckpt.convert.formats.registry import detect
 from tools.interop.program import Check, Workplace
 

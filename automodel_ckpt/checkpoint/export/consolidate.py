@@ -20,23 +20,24 @@ from pathlib import Path
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.copy_engine import DamagedSlice, write_weights
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import (
+    Check,
+    Log,
     cast_lines,
+    check_target,
+    resolved_target,
     side_files,
+    staged,
     write_manifest,
     write_side_files,
 )
 from automodel_ckpt.checkpoint.export.plan import make_plan, parse_cast_dtype
-from automodel_ckpt.checkpoint.export.publish import Check, check_target, resolved_target, staged
 from automodel_ckpt.checkpoint.export.script import consolidate_script
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.slices import Slice
-from automodel_ckpt.checkpoint.parts.verify import verify
-from automodel_ckpt.checkpoint.sources.base_maps import maps_of
-from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
-from automodel_ckpt.checkpoint.sources.source import Source, open_checkpoint
+from automodel_ckpt.checkpoint.parts.verify import files_covered_by_slices, verify
+from automodel_ckpt.checkpoint.sources.source import Source, maps_of, open_checkpoint
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError, unusable
 
 __all__ = ["ConsolidationReport", "consolidate", "consolidate_script"]

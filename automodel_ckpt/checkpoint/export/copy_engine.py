@@ -22,27 +22,28 @@ import xxhash
 
 from automodel_ckpt.base.durable_io import naming, write_all
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, OutputFile
-from automodel_ckpt.checkpoint.files.digests import digest_from, digest_of
-from automodel_ckpt.checkpoint.files.direct import (
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.durable_file import (
     DIRECT_FROM_BYTES,
     SECTOR_BYTES,
     begins_at_a_sector,
     block_of,
     bypass_page_cache,
+    digest_from,
+    digest_of,
+    reserve_range,
 )
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.files.durable_file import reserve_range
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,
     Slice,
+    boxes,
     contiguous_slices,
     flat_index,
     intersection,
     is_one_run,
 )
-from automodel_ckpt.checkpoint.tensors.box_reader import boxes
 from automodel_ckpt.errors import unusable
 
 _MAX_OPEN = 64
@@ -343,7 +344,7 @@ class _Copier:
         if stored.strides is None:
             self._inputs.read(stored.file, stored.start + part.num_read, memory)
         else:
-            from automodel_ckpt.checkpoint.tensors.stored import read_row_major
+            from automodel_ckpt.checkpoint.tensors.box_reader import read_row_major
 
             first = part.num_read * 8 // DTYPE_BITS[stored.dtype]
             read_row_major(self._root, stored, first, memory)

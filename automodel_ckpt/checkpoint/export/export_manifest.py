@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.files.durable_file import part_digests
-from automodel_ckpt.checkpoint.files.safe_open import is_sparse, read_safely
+from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of, part_digests
+from automodel_ckpt.checkpoint.files.safe_open import is_sparse, parse_json, read_safely
 from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
 from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.options import Level

@@ -1,32 +1,51 @@
-"""What an export holds beside its weights: the index, the base's side files, a config that agrees, and its own list.
+"""The directory of an export: its side files and manifest, how it is published, and leftovers of killed exports.
 
-Imports no torch.
+It is staged in ``.NAME.staging-HEX`` next to its target ``NAME``, and locked (flock) while it is written. Then it is
+made durable and renamed, complete or not at all. A directory is replaced only if an export of this program wrote every
+file in it. If the file system can swap two directories in one step (RENAME_EXCHANGE), a reader always finds the old
+export or the new one. Otherwise there is a short gap, which the log mentions, and in which the old export is
+``.NAME.previous-HEX``. The next export restores it after a kill. Leftovers belong to no checkpoint, so a checkpoint
+that holds them is intact. Imports no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import os
+import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.base.durable_io import walk
+from automodel_ckpt.base.durable_io import (
+    fsync_directories,
+    fsync_directory,
+    is_abandoned,
+    owned,
+    owner_digits,
+    walk,
+)
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.export.older_config import with_older_keys
+from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.export.plan import Plan, quantized_in_base
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, TORCH_NAMES, main_dtype
 from automodel_ckpt.checkpoint.files.durable_file import file_record
-from automodel_ckpt.checkpoint.files.safe_open import read_model_file
+from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_model_file
 from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
-from automodel_ckpt.checkpoint.sources.model_files import MAX_SIDE_BYTES, is_side_file, unreadable
-from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.errors import CheckpointUnusable, unusable
+from automodel_ckpt.checkpoint.sources.model_files import (
+    MAX_SIDE_BYTES,
+    is_side_file,
+    unreadable,
+    with_older_keys,
+)
+from automodel_ckpt.checkpoint.sources.source import MAPS, BaseMaps, Source
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem, unusable, writing_hint
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.export.copy_engine import Digested
@@ -192,3 +211,172 @@ def _listed(plan: Plan, staging: Path, parts: Iterable[Digested]) -> dict[str, V
         else:
             listed[name] = asdict(file_record(staging / name))
     return listed
+
+
+# ---------------------------------------------------------------- leftovers
+
+
+Log = Callable[[str], None]
+
+# A live process replaces an export between two renames, which takes milliseconds.
+_REPLACED_SECONDS = 60.0
+
+
+def clear_checkpoint(checkpoint: Path, log: Log) -> None:
+    """Remove what killed exports left in the directories of a checkpoint's modules; one that was killed while it
+    replaced another is undone.
+
+    *checkpoint* is no symbolic link, which can point outside the run directory. What cannot be removed is logged, and
+    tried again at the next start.
+    """
+    try:
+        modules = [entry for entry in os.scandir(checkpoint) if entry.is_dir(follow_symlinks=False)]
+        for module in sorted(modules, key=lambda entry: entry.name):
+            names = [
+                layout.export_of(entry.name)
+                for entry in os.scandir(module.path)
+                if entry.is_dir(follow_symlinks=False)
+            ]
+            for name in sorted({name for name in names if name is not None}):
+                clear_leftovers(Path(module.path, name), log)
+    except OSError as error:
+        log(f"could not remove the leftovers of an interrupted export in {checkpoint}: {error}")
+
+
+def clear_leftovers(target: Path, log: Log) -> None:
+    """Remove what killed exports to *target* left next to it, and undo a replacement that was interrupted.
+
+    Raises OSError.
+    """
+    name = re.escape(target.name)
+    for entry in sorted(os.listdir(target.parent)):
+        match = re.fullmatch(rf"\.{name}\.(staging|previous)-[0-9a-f]{{32}}", entry)
+        if match is None:
+            continue
+        path = target.parent / entry
+        is_only_export = match[1] == "previous" and not os.path.lexists(target)
+        if is_only_export and is_abandoned(path, after_seconds=_REPLACED_SECONDS):
+            # The kill was between two renames, where the file system cannot swap directories.
+            os.rename(path, target)
+            log(f"restored {target}: an earlier export was interrupted while replacing it")
+        elif not is_only_export and is_abandoned(path):
+            log(f"removing {path}, left by an interrupted export")
+            commit.discard(path)
+
+
+# ---------------------------------------------------------------- publishing
+
+
+Check = Callable[[], None]
+
+_NUM_SHOWN = 5
+
+
+def resolved_target(output: str | os.PathLike[str] | None, default: Path) -> Path:
+    """Return the directory of an export without links: *output*, or else *default*, which is in the checkpoint.
+
+    Raises :class:`SaveFailed` if *default* is used and is a symbolic link: a checkpoint from elsewhere must not choose
+    where an export is written.
+    """
+    if output is None and default.is_symlink():
+        raise SaveFailed(
+            "the default directory of the export is a symbolic link",
+            where=default,
+            value=os.readlink(default),
+            hint="remove the link, or name a directory with --output",
+        )
+    # A rename onto a link would replace the link, and the staging directory must be on the file system of the target.
+    return Path(os.path.realpath(default if output is None else output))
+
+
+def check_target(target: Path) -> None:
+    """Raise :class:`SaveFailed` unless an export may replace *target*: it does not exist, is empty, or is an export."""
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise _not_replaceable(target, "not a directory")
+    exported = set()
+    with contextlib.suppress(CheckpointUnusable):
+        exported = {*ExportManifest.read(target).files, layout.EXPORT_MANIFEST}
+    others = (file for file in _files(target) if file not in exported)
+    # Not all of them: the target may be the root of a file system.
+    shown = list(itertools.islice(others, _NUM_SHOWN))
+    if shown:
+        raise _not_replaceable(target, ", ".join(map(repr, shown)))
+
+
+def _not_replaceable(target: Path, value: str) -> SaveFailed:
+    return SaveFailed(
+        "the output directory holds files that no export made",
+        where=target,
+        value=value,
+        hint="move them away, or choose another output path",
+    )
+
+
+def _files(directory: Path) -> Iterator[str]:
+    """Yield the relative paths of all files below *directory*, and of links, which are not followed."""
+    for parent, directories, names in walk(directory):
+        directories.sort()
+        links = [name for name in directories if os.path.islink(os.path.join(parent, name))]
+        for name in sorted([*names, *links]):
+            yield os.path.relpath(os.path.join(parent, name), directory)
+
+
+@contextlib.contextmanager
+def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -> Iterator[Path]:
+    """Yield a staging directory, which replaces *target* when the block ends and is removed if the block raises.
+
+    *before_publishing* is called last. If it raises, *target* is unchanged. An OSError in the block or in publishing
+    becomes :class:`SaveFailed` with path and errno.
+    """
+    staging = None
+    try:
+        commit.make_run_directory(target.parent)
+        clear_leftovers(target, log)
+        staging = target.with_name(layout.staging_name(target.name, owner_digits(target.parent)))
+        os.mkdir(staging)
+        # Locked: another export could remove an unlocked staging directory as a leftover.
+        with owned(staging):
+            yield staging
+            # Again: files may have been added to the target while the export was written.
+            check_target(target)
+            # Right before the rename: a run may have lost its lease during a long copy.
+            before_publishing()
+            _publish(staging, target, log)
+    except OSError as error:
+        hint = f"{writing_hint(error)}, or choose another output path; nothing was changed"
+        problem = os_problem(error, "the export could not be written", hint=hint)
+        raise SaveFailed.all_of([problem]) from error
+    finally:
+        # After a swap, the export that was replaced has the staging directory's name.
+        if staging is not None:
+            commit.discard(staging)
+
+
+def _publish(staging: Path, target: Path, log: Log) -> None:
+    # The names in each directory must be durable before the staging directory gets the export's name.
+    fsync_directories(staging)
+    if not os.path.lexists(target):
+        os.rename(staging, target)
+    elif not commit.exchange(staging, target):
+        _replace_with_gap(staging, target, log)
+    fsync_directory(target.parent)
+
+
+def _replace_with_gap(staging: Path, target: Path, log: Log) -> None:
+    aside = target.with_name(f".{target.name}.previous-{owner_digits(target.parent)}")
+    log(f"this filesystem cannot swap directories: for a moment {target} is missing")
+    # Another process must not take the export that is aside for a leftover: it is locked, and was changed just now.
+    with owned(target):
+        os.utime(target)
+        # After a kill between the two renames, clear_leftovers gives the old export its name back.
+        os.rename(target, aside)
+        try:
+            os.rename(staging, target)
+        except OSError:
+            os.rename(aside, target)
+            raise
+        # Durable before the old export is deleted: a power failure must leave one of the two.
+        fsync_directory(target.parent)
+        commit.discard(aside)

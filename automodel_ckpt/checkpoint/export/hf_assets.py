@@ -21,9 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.base_identity import files_of_index
-from automodel_ckpt.checkpoint.export.older_config import with_older_keys
 from automodel_ckpt.checkpoint.export.plan import file_numbers
-from automodel_ckpt.checkpoint.export.tokenizer_files import tokenizer_files
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES, main_dtype
 from automodel_ckpt.checkpoint.files.safetensors_header import TensorEntry, read_header
@@ -35,17 +33,19 @@ from automodel_ckpt.checkpoint.files.type_aliases import (
     Values,
 )
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
-from automodel_ckpt.checkpoint.sources.base_maps import (
-    DTYPE_MAP,
-    EXPECTED_TENSORS,
-    FILE_INDEX_MAP,
-    BaseMaps,
-)
 from automodel_ckpt.checkpoint.sources.model_files import (
     CODE_FILES,
     GENERATION_CONFIG,
     MODEL_FILES,
     read_files,
+    tokenizer_files,
+    with_older_keys,
+)
+from automodel_ckpt.checkpoint.sources.source import (
+    DTYPE_MAP,
+    EXPECTED_TENSORS,
+    FILE_INDEX_MAP,
+    BaseMaps,
 )
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.files.type_aliases import Values
 
 _CONFIG = "config.json"

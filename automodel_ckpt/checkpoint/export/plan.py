@@ -177,7 +177,7 @@ def export_names(tensors: TensorMap, tied: Texts, maps: BaseMaps, where: str) ->
     result = {}
     missing = []
     # Sorted: the order of a set of text differs between processes, and ranks that fill files
-    # together must plan the same ones (formats/hf.py).
+    # together must plan the same ones (formats/rank_files.py).
     for fqn in sorted(maps.names):
         # The same tensor can be stored under another of its tied names.
         stored_names = [name for name in groups.get(fqn, (fqn,)) if name in tensors]

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from automodel_ckpt.base.other_weights import LFS_HINT, POINTER
-from automodel_ckpt.checkpoint.files.bounded_json import MAX_DIMENSIONS, parse_json
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.files.safe_open import open_safely
+from automodel_ckpt.checkpoint.files.safe_open import MAX_DIMENSIONS, open_safely, parse_json
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict, Texts
 from automodel_ckpt.checkpoint.parts.slices import counts, nbytes_of, shape_fault
 from automodel_ckpt.errors import unusable

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_safely
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, unusable
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
+from automodel_ckpt.checkpoint.files.durable_file import digest_of
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, Texts, Values
 from automodel_ckpt.checkpoint.parts.sharding import smallest_split
 from automodel_ckpt.checkpoint.parts.slices import Box

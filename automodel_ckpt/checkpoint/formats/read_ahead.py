@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from automodel_ckpt.checkpoint.files.threads import CallingThread, cores_of_rank, started_pool
-from automodel_ckpt.checkpoint.jobs.tensor_bytes import page_locked
-from automodel_ckpt.checkpoint.parts.slices import Box
-from automodel_ckpt.checkpoint.tensors.box_reader import boxes
+from automodel_ckpt.checkpoint.parts.slices import Box, boxes
+from automodel_ckpt.checkpoint.state.storable import page_locked
 
 BLOCK_BYTES = 4 << 20
 """Most bytes of a block that go through memory of the host."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +19,13 @@ import torch
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
-from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.formats.description import (
     DTYPE_CODES,
     DTYPES,
     is_sharded,
     local_box,
     local_tensor,
-    unstorable_placement,
 )
 from automodel_ckpt.checkpoint.formats.read_ahead import (
     BLOCK_BYTES,
@@ -40,13 +39,14 @@ from automodel_ckpt.checkpoint.parts.slices import (
     Run,
     Slice,
     Tensor,
+    boxes,
     intersection,
     nbytes_of,
     overlap,
 )
 from automodel_ckpt.checkpoint.parts.tree import Blob, Tree
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
-from automodel_ckpt.checkpoint.tensors.box_reader import boxes, map_slice
+from automodel_ckpt.checkpoint.tensors.box_reader import map_slice
 from automodel_ckpt.checkpoint.tensors.float_cast import storage_dtype
 from automodel_ckpt.errors import CheckpointUnusable, unusable
 
@@ -360,52 +360,3 @@ class _Files:
             if file not in self._open:
                 self._open[file] = open_safely(self._checkpoint, file)
             return self._open[file]
-
-
-_CONTAINED = {"F64": ("F32", "F16", "BF16"), "F32": ("F16", "BF16")}
-"""The floating-point types that another type can represent."""
-
-
-def differences(tree: Tree, state_dict: Values, cast: Collection[str] = ()) -> list[str]:
-    """The differences between a tree and a flat state dict, one line each; empty where it can be loaded.
-
-    The types of the tensors *cast* (some of :func:`cast_names`) are not compared.
-    """
-    here = dict(state_dict)
-    lines = [
-        f"- {fqn}: saved, but not here" for fqn in (*tree.tensors, *tree.objects) if fqn not in here
-    ]
-    for fqn in here:
-        if fqn not in tree.tensors and fqn not in tree.objects:
-            lines.append(f"+ {fqn}: here, but not saved")
-    for fqn, tensor in tree.tensors.items():
-        if fqn not in here:
-            continue
-        # With the dtype: reading into another one casts without a message.
-        saved = f"{tensor.dtype} {list(tensor.shape)}"
-        now = _describe(here[fqn])
-        if now != saved and fqn not in cast:
-            lines.append(f"~ {fqn}: saved as {saved}, here {now}")
-    return lines
-
-
-def cast_names(tree: Tree, state_dict: Values) -> set[str]:
-    """The names of the tensors that differ only in their floating-point type, which can represent all saved values."""
-    found = set()
-    for name, here in state_dict.items():
-        saved = tree.tensors.get(name)
-        if saved is None or not isinstance(here, torch.Tensor) or unstorable_placement(here):
-            continue
-        is_contained = saved.dtype in _CONTAINED.get(DTYPE_CODES.get(here.dtype, ""), ())
-        if is_contained and tuple(here.shape) == tuple(saved.shape):
-            found.add(name)
-    return found
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        text = f"{DTYPE_CODES.get(value.dtype, str(value.dtype))} {list(value.shape)}"
-        # Each rank would get the whole value as its summand.
-        placement = unstorable_placement(value)
-        return f"{text} with the placement {placement}" if placement else text
-    return f"a value of type {type(value).__name__}"

@@ -1,6 +1,6 @@
 """Write the tree of an optimizer from a description: slices of files that another program wrote, and plain values.
 
-The tree is a DCP directory as a save writes it (``formats/torch_save.py``), and torch reads it. Tensors are read in
+The tree is a DCP directory as a save writes it (``formats/rank_files.py``), and torch reads it. Tensors are read in
 blocks while they are written, so that memory does not grow with the state. Imports no torch, which would take longer
 than copying gigabytes.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Shape
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, Data, FileJob
-from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.parts.slices import Tensor, boxes, whole_tensor
 from automodel_ckpt.checkpoint.parts.tree import Blob
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
     DcpLocation,
@@ -26,7 +26,7 @@ from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
     flat_name,
 )
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import described_archive, plain_archive
-from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
+from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,21 +2,28 @@
 
 A rank writes its regular slices as rows of the table that they belong to (``slice_table.py``): rank 0 only joins them.
 For an asynchronous save, rank 0's writer process merges them: with thousands of tensors it takes as long as a training
-step. Imports no torch.
+step. The manifest also names the software and the host. Imports no torch.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import platform
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
+from automodel_ckpt.base.version import __version__
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord
+from automodel_ckpt.checkpoint.files.durable_file import FileRecord
 from automodel_ckpt.checkpoint.files.type_aliases import Texts, ValueDict, Values
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
@@ -292,3 +299,44 @@ def _write_tables(staging: Path, trees: Mapping[str, Tree]) -> dict[str, FileRec
         written[file] = commit.write_file(staging / file, tree.table.content)
         tree.table.location = tree.table.location._replace(file=file)
     return written
+
+
+# ---------------------------------------------------------------- software and host
+
+
+_PACKAGES = ("torch", "transformers", "safetensors", "peft", "datasets", "numpy")
+
+
+@functools.cache
+def environment() -> ValueDict:
+    """Interpreter, library versions, host, and the git commit of the working directory (None outside a repository)."""
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        # An editable install has the metadata of the revision that it was installed from.
+        "packages": {
+            "automodel-ckpt": __version__,
+            **{name: version_of(name) for name in _PACKAGES},
+        },
+        "git_commit": _git_commit(),
+    }
+
+
+def version_of(package: str) -> str | None:
+    """The installed version; None where the package is not installed, or runs from its source."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    # Not `git status`: it runs programs that .git/config of the directory names, such as filters and monitors.
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

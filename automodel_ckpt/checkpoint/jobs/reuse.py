@@ -21,8 +21,7 @@ from pathlib import Path
 
 from automodel_ckpt.base.durable_io import fsync_file
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord
-from automodel_ckpt.checkpoint.files.direct import METER
+from automodel_ckpt.checkpoint.files.durable_file import METER, FileRecord
 from automodel_ckpt.checkpoint.files.safe_open import begins_with
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import Slice

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import text
+from automodel_ckpt.checkpoint.files.safe_open import text
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.checkpoint.run.notes import Damaged, read_note, write_note

@@ -28,8 +28,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from automodel_ckpt.base.durable_io import file_system_identity, kernel_boot_id
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.ownership import file_system_identity, kernel_boot_id
 from automodel_ckpt.checkpoint.memory.directory import (
     MemoryRecord,
     claim_directory,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.store.transfer import Throttle
 from automodel_ckpt.errors import EXIT_INTERNAL, SaveFailed

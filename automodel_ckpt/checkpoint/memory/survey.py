@@ -18,8 +18,7 @@ from pathlib import Path
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord
-from automodel_ckpt.checkpoint.files.durable_file import file_record
+from automodel_ckpt.checkpoint.files.durable_file import FileRecord, file_record
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.memory.nodes import Nodes
 from automodel_ckpt.checkpoint.memory.requests import NodeFailed, read_range
@@ -38,7 +37,7 @@ from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest, Summar
 from automodel_ckpt.checkpoint.parts.tree import has_merkle_digest
 from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.checkpoint.store.ranges import REQUEST_BYTES, VerifiedRanges, files_with_tensors
+from automodel_ckpt.checkpoint.store.ranges import REQUEST_BYTES, VerifiedRanges
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.parallel.ranks import agree
 
@@ -76,7 +75,7 @@ class CheckpointOnNodes:
 
     def ranges(self, manifest: Manifest) -> VerifiedRanges:
         """Open the files with tensors, to read them by byte ranges from the nodes."""
-        return VerifiedRanges(self, self.path.name, manifest)
+        return VerifiedRanges(self, self.path.name, manifest.trees.values())
 
     def __str__(self) -> str:
         return str(self.path.parent)
@@ -257,7 +256,7 @@ def _complete(checkpoint: CheckpointOnNodes) -> None:
         path.mkdir()
         mark_save(path, checkpoint.digest)
     manifest = _without_tables(data, path)
-    for file in layout.tables_first(manifest.files.keys() - files_with_tensors(manifest)):
+    for file in layout.tables_first(manifest.files.keys() - manifest.files_with_tensors):
         if checkpoint.nodes.own not in checkpoint.holders[file]:
             _fetch(checkpoint, file, manifest.files[file])
     commit.write_by_rename(path / layout.MANIFEST, data)

@@ -28,11 +28,15 @@ import shutil
 import uuid
 from pathlib import Path
 
-from automodel_ckpt.base.durable_io import fsync_directories, fsync_directory, naming, replace_file
+from automodel_ckpt.base.durable_io import (
+    fsync_directories,
+    fsync_directory,
+    is_abandoned,
+    naming,
+    replace_file,
+)
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord
-from automodel_ckpt.checkpoint.files.durable_file import DurableFile
-from automodel_ckpt.checkpoint.files.ownership import is_abandoned
+from automodel_ckpt.checkpoint.files.durable_file import DurableFile, FileRecord
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 
 log = logging.getLogger("automodel_ckpt")

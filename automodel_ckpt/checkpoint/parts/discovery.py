@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from automodel_ckpt.base.user_code import register_object
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import MAX_INTEGER
+from automodel_ckpt.checkpoint.files.safe_open import MAX_INTEGER
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import Problem, RecipeError
 

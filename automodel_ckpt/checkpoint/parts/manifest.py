@@ -19,17 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import (
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.durable_file import OF_SLICES, FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.safe_open import (
     flag,
     integer,
     mapping,
+    open_safely,
     parse_json,
+    read_safely,
     seconds,
     text,
 )
-from automodel_ckpt.checkpoint.files.digests import OF_SLICES, FileRecord, digest_of
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.parts.slices import (
     Slice,
@@ -42,7 +43,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
 )
 from automodel_ckpt.checkpoint.parts.tree import Blob as Blob
 from automodel_ckpt.checkpoint.parts.tree import Tree as Tree
-from automodel_ckpt.checkpoint.parts.tree import tree_of, tree_to_json, uses_table
+from automodel_ckpt.checkpoint.parts.tree import files_of, tree_of, tree_to_json, uses_table
 from automodel_ckpt.errors import unusable
 
 if TYPE_CHECKING:
@@ -264,6 +265,15 @@ class Manifest(_Plain):
     def left_out(self) -> frozenset[str]:
         """The names of the attributes that a save left out (``checkpoint.save_optimizer: false``)."""
         return frozenset(name for name, record in self.state.items() if record.scope == NOT_SAVED)
+
+    @property
+    def files_with_tensors(self) -> set[str]:
+        """The files with tensors or other values of a tree."""
+        files = set()
+        for tree in self.trees.values():
+            files |= files_of(tree)
+            files.update(blob.file for blob in tree.objects.values())
+        return files
 
     @property
     def is_imported_run(self) -> bool:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from automodel_ckpt.checkpoint.files.bounded_json import MAX_DIMENSIONS
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.safe_open import MAX_DIMENSIONS
 from automodel_ckpt.checkpoint.files.type_aliases import Shape
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from automodel_ckpt.checkpoint.files.bounded_json import MAX_INTEGER
-from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.durable_file import digest_of
+from automodel_ckpt.checkpoint.files.safe_open import MAX_INTEGER
 from automodel_ckpt.checkpoint.parts.sharding import Record, RegularSlices
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, nbytes_of
 from automodel_ckpt.errors import AutomodelError, SaveFailed, unusable

@@ -50,7 +50,7 @@ class Slice:
 
     A slice of another program's file can have *strides*: the distance of neighbors in each dimension, in elements. Its
     first element is at *start*, and *nbytes* is the size of its elements, not of the byte range that they are in.
-    ``tensors/stored.py`` reads it. Such a slice is not interleaved and has no digest.
+    ``tensors/box_reader.py`` reads it. Such a slice is not interleaved and has no digest.
     """
 
     fqn: str
@@ -227,6 +227,24 @@ def row_major_boxes(shape: Shape, first: int, last: int) -> Iterator[Box]:
 def _row(row: int, shape: Shape, first: int, last: int) -> Iterator[Box]:
     for box in row_major_boxes(shape[1:], first, last):
         yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+# The elements of a box.
+_BLOCK_ELEMENTS = 256 << 10
+
+
+def boxes(shape: Shape, num_elements: int = _BLOCK_ELEMENTS) -> Iterator[Box]:
+    """Yield boxes of at most *num_elements* that tile a tensor of that *shape*, in row-major order."""
+    # Dimensions that fit are complete in every box, so that a box is one run of bytes.
+    num_elements, inner = max(1, num_elements), 1
+    for extent in reversed(shape):
+        if inner * extent > num_elements:
+            break
+        inner *= extent
+    numel = math.prod(shape)
+    step = num_elements // max(inner, 1) * max(inner, 1)
+    for first in range(0, numel, step):
+        yield from row_major_boxes(shape, first, min(first + step, numel))
 
 
 def is_interleaved(tensor: Tensor) -> bool:

@@ -23,10 +23,22 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from automodel_ckpt.checkpoint.files.bounded_json import flag, integer, shown, sizes_of, text
-from automodel_ckpt.checkpoint.files.digests import OF_SLICES, FileRecord, digest_from
-from automodel_ckpt.checkpoint.files.durable_file import digest_range
-from automodel_ckpt.checkpoint.files.safe_open import is_sparse, link_on_the_way, open_safely
+from automodel_ckpt.checkpoint.files.durable_file import (
+    OF_SLICES,
+    FileRecord,
+    digest_from,
+    digest_range,
+)
+from automodel_ckpt.checkpoint.files.safe_open import (
+    flag,
+    integer,
+    is_sparse,
+    link_on_the_way,
+    open_safely,
+    shown,
+    sizes_of,
+    text,
+)
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, Texts, ValueDict, Values
 from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices, Sharding
 from automodel_ckpt.checkpoint.parts.slices import (

@@ -19,9 +19,9 @@ from torch import _utils as rebuilders
 from torch.storage import TypedStorage, UntypedStorage, _get_dtype_from_pickle_storage_type
 
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
-from automodel_ckpt.checkpoint.pickles.pickle_values import NUMPY_MARK
 from automodel_ckpt.checkpoint.pickles.restricted_unpickler import RestrictedUnpickler
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault, archive_records
+from automodel_ckpt.checkpoint.state.storable import NUMPY_MARK
 from automodel_ckpt.errors import unusable
 
 # Saves allow 25 levels of containers (state/storable.py).

@@ -12,12 +12,11 @@ from automodel_ckpt.base.store_url import check_library, check_options, check_ur
 from automodel_ckpt.checkpoint.export.export_manifest import exports_in
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
-from automodel_ckpt.checkpoint.options import RemoteOptions
+from automodel_ckpt.checkpoint.options import Mode, RemoteOptions
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.run.transfer_files import TO_STORE, link, step_of
+from automodel_ckpt.checkpoint.run.links import TO_STORE, link, step_of
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import SaveFailed
@@ -69,7 +68,7 @@ class Uploads:
     """
 
     def __init__(
-        self, root: Path, settings: RemoteOptions, metric_key: str, mode: policy.Mode
+        self, root: Path, settings: RemoteOptions, metric_key: str, mode: Mode
     ) -> None:
         """Raises :class:`RecipeError` for a URL or options that cannot be used."""
         self.root = root

@@ -27,8 +27,8 @@ from typing import Any
 from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files.type_aliases import Values
+from automodel_ckpt.checkpoint.run.links import link, pending, step_of, unlink
 from automodel_ckpt.checkpoint.run.notes import read_note, write_note
-from automodel_ckpt.checkpoint.run.transfer_files import link, pending, step_of, unlink
 from automodel_ckpt.errors import AutomodelError, LeaseLost, without_hidden
 
 log = logging.getLogger("automodel_ckpt")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from automodel_ckpt.checkpoint.files.digests import digest_from, digest_of
+from automodel_ckpt.checkpoint.files.durable_file import digest_from, digest_of
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.tree import (
     FileContents,
@@ -31,7 +31,7 @@ def digest_problems(
     """
     contents = FileContents(manifest.trees.values())
     problems = []
-    with contextlib.closing(VerifiedRanges(run.store, name, manifest)) as ranges:
+    with contextlib.closing(VerifiedRanges(run.store, name, manifest.trees.values())) as ranges:
         for file in files:
             record, of_file = manifest.files[file], contents.listed(file)
             damaged = None

@@ -22,15 +22,16 @@ from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint
 from automodel_ckpt.checkpoint.remote.parts import only
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_files, pull_logs
 from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
-from automodel_ckpt.checkpoint.run import links, policy, resume
-from automodel_ckpt.checkpoint.run.transfer_files import (
+from automodel_ckpt.checkpoint.run import links, resume
+from automodel_ckpt.checkpoint.run.links import (
     DIRECTORY,
     options_for,
     own_name,
     remove_fetched,
 )
+from automodel_ckpt.checkpoint.run.resume import Record
 from automodel_ckpt.checkpoint.store.gone_back import GoneBack
-from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges, files_with_tensors
+from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -63,7 +64,7 @@ class Fetched:
         """Restrict the *manifest* of the checkpoint to the files that are in the local directory."""
         if not self.is_streamed:
             return manifest
-        remote = files_with_tensors(manifest)
+        remote = manifest.files_with_tensors
         files = {name: each for name, each in manifest.files.items() if name not in remote}
         return only(manifest, files)
 
@@ -81,7 +82,9 @@ class Fetched:
         if not self.is_streamed:
             return None
         store = Store(self.url, self.options, where=_KEY)
-        return VerifiedRanges(store, self.path.name, manifest, num_threads=self.num_threads)
+        return VerifiedRanges(
+            store, self.path.name, manifest.trees.values(), num_threads=self.num_threads
+        )
 
 
 class Fetcher:
@@ -223,14 +226,14 @@ def _pull_files_without_tensors(
     stopping: threading.Event | None = None,
 ) -> Path:
     _, manifest = run.complete_manifest(name)
-    files = manifest.files.keys() - files_with_tensors(manifest)
+    files = manifest.files.keys() - manifest.files_with_tensors
     target = root / DIRECTORY
     target.mkdir()
     return pull_files(run, name, files, target, num_threads=num_threads, stopping=stopping)
 
 
 def _wanted(
-    run: RemoteRun, root: Path, restore_from: str | None, local: policy.Record | None
+    run: RemoteRun, root: Path, restore_from: str | None, local: Record | None
 ) -> RemoteCheckpoint | None:
     """Return the checkpoint of *run* to resume from, or None when it is in the run directory *root*, or in no store.
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.digests import FileRecord
+from automodel_ckpt.checkpoint.files.durable_file import FileRecord
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import CheckpointUnusable, unusable

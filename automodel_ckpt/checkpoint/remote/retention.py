@@ -13,7 +13,7 @@ from automodel_ckpt.checkpoint.remote.run import (
     RemoteRun,
     record_of,
 )
-from automodel_ckpt.checkpoint.run import policy
+from automodel_ckpt.checkpoint.run.resume import KeepPolicy
 from automodel_ckpt.checkpoint.store.transfer import upload_begun
 
 
@@ -32,7 +32,7 @@ class IncompleteUpload:
 
 def removable(
     run: RemoteRun,
-    keep: policy.KeepPolicy,
+    keep: KeepPolicy,
     metric_key: str,
     complete: list[RemoteCheckpoint] | None = None,
 ) -> list[str]:
@@ -72,7 +72,7 @@ def incomplete(run: RemoteRun) -> list[IncompleteUpload]:
     return found
 
 
-def prune(run: RemoteRun, keep: policy.KeepPolicy, metric_key: str) -> list[str]:
+def prune(run: RemoteRun, keep: KeepPolicy, metric_key: str) -> list[str]:
     """Remove the checkpoints that *keep* does not keep, complete interrupted removals, and return the names."""
     complete = []
     leftovers = []

@@ -22,10 +22,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, ValueDict
+from automodel_ckpt.checkpoint.options import Mode
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
-from automodel_ckpt.checkpoint.run import policy
+from automodel_ckpt.checkpoint.run.resume import Record, best_record, metric_of
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import abort_uploads
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, unusable
@@ -218,7 +219,7 @@ class RemoteRun:
                 "give each run its own URL",
             )
 
-    def point(self, metric_key: str, mode: policy.Mode) -> None:
+    def point(self, metric_key: str, mode: Mode) -> None:
         """Write LOWEST_VAL, then LATEST, from the complete checkpoints. Raises :class:`LeaseLost`.
 
         The owner also writes pointers that are right already, once: a request of an earlier start then comes too late.
@@ -230,9 +231,9 @@ class RemoteRun:
                 return
         raise conflict(self.store, layout.LATEST)
 
-    def _targets(self, metric_key: str, mode: policy.Mode) -> dict[str, str | None]:
+    def _targets(self, metric_key: str, mode: Mode) -> dict[str, str | None]:
         records = [record_of(each, metric_key) for each in self.checkpoints()]
-        best = policy.best(records, mode)
+        best = best_record(records, mode)
         return {
             layout.LOWEST_VAL: best.name if best else None,
             layout.LATEST: records[0].name if records else None,
@@ -256,7 +257,7 @@ class RemoteRun:
         # A removal marks a checkpoint, and then reads the pointers: one of the two sees the other.
         return self.store.replace(pointer, data, version) and not self.is_superseded(target)
 
-    def supersede(self, names: Iterable[str], metric_key: str, mode: policy.Mode) -> list[str]:
+    def supersede(self, names: Iterable[str], metric_key: str, mode: Mode) -> list[str]:
         """Mark checkpoints that the run has left, and set the pointers to others. Return those newly marked."""
         marked = []
         for name in names:
@@ -331,9 +332,9 @@ def conflict(store: Store, name: str) -> StoreError:
     )
 
 
-def record_of(checkpoint: RemoteCheckpoint, metric_key: str) -> policy.Record:
+def record_of(checkpoint: RemoteCheckpoint, metric_key: str) -> Record:
     """Return the record of a checkpoint for the keep policy."""
     summary = checkpoint.summary
-    metric = policy.metric_of(summary.losses, metric_key) if summary.validated else None
+    metric = metric_of(summary.losses, metric_key) if summary.validated else None
     name = checkpoint.name
-    return policy.Record(str(name), name.step, name.epoch, metric)
+    return Record(str(name), name.step, name.epoch, metric)

@@ -20,8 +20,9 @@ from automodel_ckpt.checkpoint.remote.pull import LOGS
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.run import policy, resume
-from automodel_ckpt.checkpoint.run.transfer_files import link, pending, unlink
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.links import link, pending, unlink
+from automodel_ckpt.checkpoint.run.resume import KeepPolicy, Record, best_record, newest_first
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle
@@ -83,9 +84,9 @@ class Uploader(StoreLoop):
         self._sent_by_others = 0
         super().__init__(root, STATUS, job)
         keep = {**job.keep, "steps": frozenset(job.keep.get("steps", ()))}
-        self._keep = policy.KeepPolicy(**keep)
+        self._keep = KeepPolicy(**keep)
         self._has_begun = False
-        self._stored: dict[str, policy.Record] = {}
+        self._stored: dict[str, Record] = {}
         """The checkpoints that this process has uploaded, by name."""
 
     @property
@@ -133,8 +134,8 @@ class Uploader(StoreLoop):
         records = dict(self._stored)
         records.update(self._records(names))
         # The pointers of the store will name them.
-        pointed = {record.name for record in policy.newest_first(records.values())[:1]}
-        best = policy.best(records.values(), self._keep.mode)
+        pointed = {record.name for record in newest_first(records.values())[:1]}
+        best = best_record(records.values(), self._keep.mode)
         if best is not None:
             pointed.add(best.name)
         not_kept = {each.name for each in self._keep.removable(list(records.values()), pointed)}
@@ -146,7 +147,7 @@ class Uploader(StoreLoop):
             unlink(self.root, LINK, name)
         return [name for name in names if name not in not_kept]
 
-    def _records(self, names: list[str]) -> dict[str, policy.Record]:
+    def _records(self, names: list[str]) -> dict[str, Record]:
         found = (resume.record(self.root, name, self.job.metric_key, {}) for name in names)
         return {record.name: record for record in found if record is not None}
 

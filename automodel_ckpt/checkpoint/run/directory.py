@@ -14,15 +14,22 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.export.export_leftovers import clear_checkpoint
+from automodel_ckpt.checkpoint.export.files import clear_checkpoint
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.failures import NEXT_SAVE, as_failure
-from automodel_ckpt.checkpoint.run import links, policy, resume
+from automodel_ckpt.checkpoint.run import links, resume
 from automodel_ckpt.checkpoint.run.lease import RUN_HINT, Lease
 from automodel_ckpt.checkpoint.run.lock_file import HeldByThisProcess
 from automodel_ckpt.checkpoint.run.notes import note_losses, stamp
+from automodel_ckpt.checkpoint.run.resume import (
+    KeepPolicy,
+    Record,
+    best_record,
+    is_better,
+    metric_of,
+)
 from automodel_ckpt.errors import RecipeError, os_problem
 
 log = logging.getLogger("automodel_ckpt")
@@ -34,7 +41,7 @@ _NOT_RANKED = "LOWEST_VAL will not point to this checkpoint unless it is validat
 class RunDirectory:
     """Manages the run directory *path*, as the user wrote it. *metric_key* ranks the checkpoints."""
 
-    def __init__(self, path: Path, keep: policy.KeepPolicy, metric_key: str) -> None:
+    def __init__(self, path: Path, keep: KeepPolicy, metric_key: str) -> None:
         self.path = path
         # The program may change its working directory later.
         self._root = path.absolute()
@@ -180,8 +187,8 @@ class RunDirectory:
         with contextlib.suppress(
             OSError
         ):  # without this record, it is read from the manifest later
-            metric = policy.metric_of(losses, self._metric_key)
-            record = policy.Record(str(name), name.step, name.epoch, metric)
+            metric = metric_of(losses, self._metric_key)
+            record = Record(str(name), name.step, name.epoch, metric)
             self._known[str(name)] = (stamp(path), record)
         self._point()
 
@@ -213,7 +220,7 @@ class RunDirectory:
         best = self.best()
         found = resume.record(self.root, best or "", self._metric_key, self._known)
         metric = None if found is None else found.metric
-        is_new_best = policy.is_better(newest.metric, metric, self._keep.mode)
+        is_new_best = is_better(newest.metric, metric, self._keep.mode)
         has_lost_best = best is not None and metric is None
         if before != newest.name or is_new_best or has_lost_best:
             self._point()
@@ -235,13 +242,13 @@ class RunDirectory:
 
     def _point_to_best(self) -> None:
         """Update LOWEST_VAL."""
-        best = policy.best(self._records(), self._keep.mode)
+        best = best_record(self._records(), self._keep.mode)
         if best is None:
             commit.unpoint(self.root, layout.LOWEST_VAL)
         elif best.name != self.best():
             commit.point(self.root, layout.LOWEST_VAL, best.name)
 
-    def _records(self) -> Iterator[policy.Record]:
+    def _records(self) -> Iterator[Record]:
         return resume.records(self.root, self._metric_key, self._known)
 
     # ---------------------------------------------------------------- removing checkpoints
@@ -285,7 +292,7 @@ class RunDirectory:
         try:
             records = list(self._records())
             protected = links.protected_names(self.root) | {just_saved}
-            best = policy.best(records, self._keep.mode)
+            best = best_record(records, self._keep.mode)
             if best is not None:
                 # LOWEST_VAL may not point to it, after a failure.
                 protected.add(best.name)

@@ -23,14 +23,13 @@ import time
 import uuid
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
-from automodel_ckpt.checkpoint.files.ownership import (
+from automodel_ckpt.base.durable_io import (
     file_system_identity,
-    file_system_of,
     kernel_boot_id,
     lock,
     pid_namespace,
 )
+from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.run.lock_file import (
     Holder,
     is_at,
@@ -40,15 +39,13 @@ from automodel_ckpt.checkpoint.run.lock_file import (
     open_lock_file,
     reject_special_file,
     rejection,
+    usual_watch_seconds,
 )
 from automodel_ckpt.errors import LeaseLost, RecipeError
 
 RUN_HINT = "wait for it or stop it, or give this run its own checkpoint.checkpoint_dir"
 COMMAND_HINT = "wait until it ends, then run this command again"
 BEAT_SECONDS = 5.0
-WATCH_SECONDS = 20.0
-CACHED_WATCH_SECONDS = 90.0
-"""The watch on a FUSE mount: gcsfuse caches for 60 seconds, sshfs for 20."""
 SETTLE_SECONDS = 2.0
 """The time after a takeover in which another run that watched the same dead owner may also take over."""
 
@@ -330,11 +327,3 @@ def check_token(lock_file: Path, token: str) -> None:
         os.close(descriptor)
     if holder is None or holder.token != token:
         raise lost(lock_file, holder)
-
-
-def usual_watch_seconds(root: Path) -> float:
-    """How long an owner of the run directory *root* must have no heartbeat, by the type of its file system."""
-    kind = file_system_of(Path(os.path.realpath(root))) or ""
-    if kind.startswith(("fuse", "virtiofs")):
-        return CACHED_WATCH_SECONDS
-    return WATCH_SECONDS

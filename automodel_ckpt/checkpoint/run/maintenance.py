@@ -15,7 +15,8 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
-from automodel_ckpt.checkpoint.run import links, policy, resume
+from automodel_ckpt.checkpoint.run import links, resume
+from automodel_ckpt.checkpoint.run.resume import KeepPolicy
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, unusable
 
 
@@ -61,7 +62,7 @@ def superseded_names(root: Path) -> list[str]:
 
 
 def removable(
-    root: Path, keep: policy.KeepPolicy, *, metric_key: str, superseded: bool = False
+    root: Path, keep: KeepPolicy, *, metric_key: str, superseded: bool = False
 ) -> dict[str, int]:
     """Return the checkpoints that :func:`remove` should remove, oldest first, with the bytes that this frees.
 

@@ -1,26 +1,124 @@
-"""Select the checkpoint that a run starts from, by the contents of the run directory and ``restore_from``.
+"""Which checkpoints a run has, which one a start uses, and which ones are kept. Imports no torch.
 
-Imports no torch. The trainer and ``ckpt`` use it.
+A start selects by the contents of the run directory and ``restore_from``. The trainer and ``ckpt`` use it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Values
+from automodel_ckpt.checkpoint.options import Mode
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Summary
-from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.notes import recall_losses, stamp
 from automodel_ckpt.errors import CheckpointUnusable, unusable
 
-Known = dict[str, tuple[tuple[int, int, int], policy.Record]]
+
+@dataclass(frozen=True)
+class Record:
+    """The step and epoch of a checkpoint, and the metric that ranks it (None when its step was not validated)."""
+
+    name: str
+    step: int
+    epoch: int
+    metric: float | None = None
+
+
+def newest_first(records: Iterable[Record]) -> list[Record]:
+    """Sort records by step, then epoch, in descending order."""
+    return sorted(records, key=lambda record: (record.step, record.epoch), reverse=True)
+
+
+def metric_of(losses: Values, key: str) -> float | None:
+    """Return the metric *key* in a checkpoint's losses, or None when it is missing or not a finite number."""
+    value: Any = losses.get(key)
+    # Not isinstance: True would rank as 1.0. Comparing does not convert an integer of hundreds of digits, and is False
+    # for NaN.
+    if type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    return None
+
+
+def is_better(value: float | None, than: float | None, mode: Mode) -> bool:
+    """Whether *value* is strictly better than the best metric so far (None: there is none)."""
+    if value is None or not math.isfinite(value):
+        return False
+    if than is None:
+        return True
+    if mode == "min":
+        return value < than
+    return value > than
+
+
+def ranked(records: Iterable[Record], mode: Mode) -> list[Record]:
+    """Sort the records that have a metric from the best to the worst; of equal ones, the lowest step comes first."""
+    sign = 1 if mode == "min" else -1
+    known = []
+    for record in records:
+        if record.metric is not None and math.isfinite(record.metric):
+            known.append((sign * record.metric, record.step, record.epoch, record))
+    return [record for *_, record in sorted(known, key=lambda entry: entry[:3])]
+
+
+def best_record(records: Iterable[Record], mode: Mode) -> Record | None:
+    """Return the record with the best metric, and of equal ones the earliest. Returns None without metrics."""
+    return next(iter(ranked(records, mode)), None)
+
+
+@dataclass(frozen=True)
+class KeepPolicy:
+    """Which checkpoints are kept.
+
+    These are the *last* ones (None: all of them), the *best* ones by metric, and milestones: checkpoints at a step that
+    is a multiple of *every_steps* or in *steps*.
+    """
+
+    last: int | None = None
+    best: int = 0
+    every_steps: int | None = None
+    steps: frozenset[int] = frozenset()
+    mode: Mode = "min"
+
+    def removable(
+        self, records: Collection[Record], protected: Collection[str] = ()
+    ) -> list[Record]:
+        """Return the complete checkpoints of a run that the policy does not keep, oldest first.
+
+        Never included: the newest one, and those *protected* by name (pointed to, pinned, just saved).
+        """
+        if self.last is None:
+            return []
+        ordered = newest_first(records)
+        # The newest always stays: without a checkpoint, the run could not resume.
+        num_last = max(self.last, 1)
+        keep = set(protected)
+        keep.update(record.name for record in ordered[:num_last])
+        # As for LOWEST_VAL.
+        keep.update(record.name for record in ranked(ordered, self.mode)[: self.best])
+        removed = []
+        for record in reversed(ordered):
+            is_milestone = record.step in self.steps or (
+                self.every_steps is not None and record.step % self.every_steps == 0
+            )
+            if record.name not in keep and not is_milestone:
+                removed.append(record)
+        return removed
+
+
+# ---------------------------------------------------------------- checkpoints of a run
+
+
+Known = dict[str, tuple[tuple[int, int, int], Record]]
 """A cache of records by name, each with the :func:`.notes.stamp` that the checkpoint had when it was read."""
 
 
@@ -51,7 +149,7 @@ def is_moved(checkpoint: Path) -> bool:
     return os.path.dirname(os.path.realpath(checkpoint)) != os.path.realpath(checkpoint.parent)
 
 
-def records(root: Path, metric_key: str, known: Known | None = None) -> Iterator[policy.Record]:
+def records(root: Path, metric_key: str, known: Known | None = None) -> Iterator[Record]:
     """Yield the complete checkpoints of a run, newest first, with the metric that ranks them. Others are skipped.
 
     *known* is a cache of records.
@@ -63,9 +161,7 @@ def records(root: Path, metric_key: str, known: Known | None = None) -> Iterator
             yield found
 
 
-def newest(
-    root: Path, memory: Path | None = None, newest_step: int | None = None
-) -> policy.Record | None:
+def newest(root: Path, memory: Path | None = None, newest_step: int | None = None) -> Record | None:
     """Return the newest complete checkpoint of a run, without its metric, or None when there is none.
 
     *memory* is the directory of the run's memory checkpoints. With *newest_step*, later steps are left out.
@@ -77,7 +173,7 @@ def newest(
     return None
 
 
-def skipped_warning(root: Path, used: policy.Record) -> str | None:
+def skipped_warning(root: Path, used: Record) -> str | None:
     """Describe the checkpoints that are newer than *used*, the newest complete one. Returns None when there is none.
 
     A command that is given a run must not silently use the weights of an earlier step.
@@ -119,7 +215,7 @@ def validated_losses(root: Path) -> Iterator[Values]:
                 yield {**summary.losses, **late}
 
 
-def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Record | None:
+def record(root: Path, name: str, metric_key: str, known: Known) -> Record | None:
     """Return the record of the checkpoint *name*, or None when the checkpoint is missing or damaged.
 
     It is taken from *known* if the manifest has not changed.
@@ -138,8 +234,8 @@ def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Recor
     late = recall_losses(root / name, summary.digest)
     metric = None
     if summary.validated or late:
-        metric = policy.metric_of({**summary.losses, **late}, metric_key)
-    found = policy.Record(name, parsed.step, parsed.epoch, metric)
+        metric = metric_of({**summary.losses, **late}, metric_key)
+    found = Record(name, parsed.step, parsed.epoch, metric)
     known[name] = (current, found)
     return found
 

@@ -14,13 +14,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from automodel_ckpt.base.user_cache import cache_directory
-from automodel_ckpt.checkpoint.export.adapter_record import FORMAT_VERSION, read_peft_record
-from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
-from automodel_ckpt.checkpoint.export.tokenizer_files import tokenizer_files
+from automodel_ckpt.base.store_url import cache_directory
+from automodel_ckpt.checkpoint.export.base_identity import (
+    FORMAT_VERSION,
+    BaseIdentity,
+    identify_base,
+    read_peft_record,
+)
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Files, Values
-from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS, BaseMaps
+from automodel_ckpt.checkpoint.sources.model_files import tokenizer_files
+from automodel_ckpt.checkpoint.sources.source import EXPECTED_TENSORS, BaseMaps
 from automodel_ckpt.checkpoint.state.module_tensors import TensorSpec, is_adapted, tensor_specs
 from automodel_ckpt.errors import RecipeError, unusable
 

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint.export.export_leftovers import clear_leftovers
+from automodel_ckpt.base.durable_io import free_bytes
+from automodel_ckpt.checkpoint.export.files import clear_leftovers
 from automodel_ckpt.checkpoint.export.next_steps import try_command
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Values
-from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import is_sharded, local_tensor
+from automodel_ckpt.checkpoint.formats.planning import Share
 from automodel_ckpt.checkpoint.jobs.jobs import FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
@@ -36,15 +37,13 @@ from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, r
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.tree import Tree
-from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, SaveTask
-from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
-from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SavePlan, SaveReport
+from automodel_ckpt.checkpoint.saving.save import Forecast, Proposal, Save, SavePlan, SaveReport
 from automodel_ckpt.checkpoint.state.optimizer_state import check_consistent
-from automodel_ckpt.checkpoint.state.storable import check_safe_values
+from automodel_ckpt.checkpoint.state.storable import check_safe_values, saved
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 from automodel_ckpt.parallel.ranks import agree
 

@@ -26,28 +26,39 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from automodel_ckpt.base.durable_io import free_bytes
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.export.plan import BaseMaps
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.durable_file import digest_of
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, Values
-from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
-from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import TreeDescription, is_sharded
-from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.formats.planning import Share, TreePlan
+from automodel_ckpt.checkpoint.formats.rank_files import (
+    HF,
+    SAFETENSORS,
+    TORCH_SAVE,
+    ShardFiles,
+    hf_jobs,
+    item_jobs,
+    lay_out_hf,
+    lay_out_items,
+    lay_out_shards,
+    shard_jobs,
+)
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.jobs.reuse import links_are_supported
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, StateRecord
-from automodel_ckpt.checkpoint.pickles.pickle_values import saved
-from automodel_ckpt.checkpoint.saving.forecast import Forecast, forecast_bytes, free_bytes
 from automodel_ckpt.checkpoint.saving.save import (
+    Forecast,
     Proposal,
     Save,
     SavePlan,
     SaveSettings,
     TreeSummary,
+    forecast_bytes,
 )
 from automodel_ckpt.checkpoint.state.module_tensors import (
     frozen_names,
@@ -55,9 +66,19 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     stored_layout,
     untrained_names,
 )
-from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree, trained_by_all
-from automodel_ckpt.checkpoint.state.optimizer_state import check_consistent, digests_of_own
-from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
+from automodel_ckpt.checkpoint.state.optimizer_state import (
+    Owners,
+    check_consistent,
+    digests_of_own,
+    optimizer_tree,
+    trained_by_all,
+)
+from automodel_ckpt.checkpoint.state.storable import (
+    check_safe,
+    check_safe_values,
+    check_storable,
+    saved,
+)
 from automodel_ckpt.errors import SaveFailed
 from automodel_ckpt.parallel.ranks import agree
 
@@ -288,20 +309,20 @@ class Planner:
         name, rank = tree.name, self.settings.ranks.rank
         # Rank 0's for all ranks: each computes the offsets in files that all of them write.
         if (maps := of_rank0.maps.get(name)) is not None:
-            file_layout = hf.lay_out(tree, tree.directory, maps, of_rank0.tied[name])
-            plan.formats[name], plan.file_layouts[name] = hf.NAME, file_layout
+            file_layout = lay_out_hf(tree, tree.directory, maps, of_rank0.tied[name])
+            plan.formats[name], plan.file_layouts[name] = HF, file_layout
             plan.layouts[name] = file_layout.tree
-            return list(hf.plan_jobs(tree, rank, file_layout))
+            return list(hf_jobs(tree, rank, file_layout))
         is_module = name in plan.tied
-        if is_module and self.settings.model_format == safetensors.NAME:
+        if is_module and self.settings.model_format == SAFETENSORS:
             assets = self.settings.assets.get(name)
             mapping = {} if assets is None else assets.file_index_mapping
-            files = safetensors.ShardFiles(mapping, untrained)
-            plan.formats[name] = safetensors.NAME
-            plan.layouts[name] = safetensors.lay_out(tree, files)
-            return list(safetensors.plan_jobs(tree, rank, plan.layouts[name], files))
-        plan.formats[name], plan.layouts[name] = torch_save.NAME, torch_save.lay_out(tree)
-        return list(torch_save.plan_jobs(tree, rank, plan.layouts[name]))
+            files = ShardFiles(mapping, untrained)
+            plan.formats[name] = SAFETENSORS
+            plan.layouts[name] = lay_out_shards(tree, files)
+            return list(shard_jobs(tree, rank, plan.layouts[name], files))
+        plan.formats[name], plan.layouts[name] = TORCH_SAVE, lay_out_items(tree)
+        return list(item_jobs(tree, rank, plan.layouts[name]))
 
     def object_jobs(
         self, save: Save, digests: Sequence[Texts], dp_ranks: Sequence[int]

@@ -1,4 +1,11 @@
-"""Which files belong beside the weights of a Hugging Face model: config, tokenizer, code, license, pooling."""
+"""The files beside the weights of a Hugging Face model: config, tokenizer, code, license, pooling. Imports no torch.
+
+A tokenizer keeps the bytes of the files that it was read from, where it is unchanged. config.json also gets the keys
+that programs before transformers 5 read. transformers 5 writes the settings of rotary positions as one mapping,
+``rope_parameters``, and gave other settings new names. transformers 4 and programs that have their own readers (mlx-lm
+0.32) ignore the new names: they compute with their defaults (a rotary base of 10000), without an error. transformers 5
+reads both.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +13,14 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import OUTSIDE, model_file, read_model_file
-from automodel_ckpt.checkpoint.files.type_aliases import FileDict
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict, Values
 from automodel_ckpt.errors import (
     NOT_ALLOWED,
     PERMISSIONS_HINT,
@@ -185,3 +193,170 @@ def _matching(directory: Path, patterns: Iterable[str]) -> list[str]:
         if any(fnmatch(name, pattern) for pattern in wanted) and path.is_file():
             names.append(name)
     return names
+
+
+# ---------------------------------------------------------------- a tokenizer in memory
+
+
+def tokenizer_files(tokenizer: Any, base_dir: Path | str | None) -> FileDict:
+    """The files of a *tokenizer* or processor: its own bytes where it was read from files and is unchanged.
+
+    It was read from the directory that it names itself, or *base_dir*. None has no files.
+    """
+    if tokenizer is None:
+        return {}
+    name = getattr(_tokenizer_of(tokenizer), "name_or_path", "")
+    origin = name if name and Path(name).is_dir() else base_dir
+    files = {} if origin is None else read_files(Path(origin), _files_of(tokenizer))
+    before = _read_unchanged(tokenizer, Path(origin)) if origin is not None and files else None
+    if before is not None:
+        if before.chat_template == tokenizer.chat_template:
+            return files
+        if isinstance(tokenizer.chat_template, str):
+            return _with_template(files, tokenizer.chat_template)
+    with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
+        save_preprocessor(tokenizer, Path(directory))
+        return read_files(Path(directory), ("*", "additional_chat_templates/*"))
+
+
+def _read_unchanged(tokenizer: Any, directory: Path) -> Any:
+    """Read the tokenizer or processor in *directory*, if it has the vocabulary and the settings of *tokenizer*.
+
+    Returns None when it differs. It may have another chat template, a text.
+    """
+    inner = _tokenizer_of(tokenizer)
+    try:
+        read = type(inner).from_pretrained(directory)
+        # A classifier's tokenizer can have got a pad token.
+        is_same = read.get_vocab() == inner.get_vocab() and read.pad_token == inner.pad_token
+        if inner is not tokenizer:
+            is_same = is_same and read.chat_template == inner.chat_template
+            read = type(tokenizer).from_pretrained(directory)
+            is_same = is_same and read.to_dict() == tokenizer.to_dict()
+    except (OSError, ValueError, AttributeError, TypeError, ImportError):
+        # The files of another class, or damaged ones: the tokenizer is saved anew.
+        return None
+    return read if is_same else None
+
+
+def _with_template(files: Files, template: str) -> FileDict:
+    """Return the *files* of a tokenizer with another chat template, in all places that programs read it from."""
+    changed = {name: content for name, content in files.items() if "chat_template" not in name}
+    changed["chat_template.jinja"] = template.encode()
+    if _TOKENIZER_CONFIG in changed:
+        settings = json.loads(changed[_TOKENIZER_CONFIG])
+        if settings.pop("chat_template", None) is not None:
+            changed[_TOKENIZER_CONFIG] = json.dumps(settings, indent=1).encode() + b"\n"
+    return changed
+
+
+def _tokenizer_of(tokenizer: Any) -> Any:
+    """A processor's tokenizer, or the tokenizer itself."""
+    return getattr(tokenizer, "tokenizer", tokenizer)
+
+
+def _files_of(tokenizer: Any) -> tuple[str, ...]:
+    """The names of a tokenizer's or processor's files, also of a class that transformers does not have."""
+    stated: list[Any] = []
+    for attribute in ("vocab_files_names", "resource_files_names"):
+        stated += (getattr(_tokenizer_of(tokenizer), attribute, None) or {}).values()
+    return (*TOKENIZER_FILES, *(name for name in stated if isinstance(name, str)))
+
+
+# ---------------------------------------------------------------- keys of config.json before transformers 5
+
+
+_PARAMETERS = "rope_parameters"
+_KIND = "rope_type"
+_THETA = "rope_theta"
+_PARTIAL = "partial_rotary_factor"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Types of model with other names of the older keys for the base and for the rotated part.
+_GPT_NEOX = {_THETA: "rotary_emb_base", _PARTIAL: "rotary_pct"}
+_OTHER_NAMES = {"gpt_neox": _GPT_NEOX, "gpt_neox_japanese": _GPT_NEOX}
+# Types of model with positions by the kind of a layer: the older keys of the bases of full and of sliding attention,
+# which are the same where both have one base.
+_BASES = {
+    "gemma3_text": (_THETA, "rope_local_base_freq"),
+    "gemma3n_text": (_THETA, "rope_local_base_freq"),
+    "modernbert": ("global_rope_theta", "local_rope_theta"),
+    "modernbert-decoder": ("global_rope_theta", "local_rope_theta"),
+    "olmo3": (_THETA, _THETA),
+}
+# {older name: name in transformers 5}, also by the type of model. Programs of 2025 read torch_dtype.
+_DTYPE = {"torch_dtype": "dtype"}
+_EXPERTS = {"num_experts": "num_local_experts"}
+_RENAMED = {
+    "qwen3_moe": _EXPERTS,
+    "qwen3_vl_moe_text": _EXPERTS,
+    "qwen3_omni_moe_text": _EXPERTS,
+    "qwen3_omni_moe_talker_text": _EXPERTS,
+}
+_MAX_DEPTH = 20
+
+
+def with_older_keys(config: Values, *, depth: int = 0) -> ValueDict:
+    """Return *config*, the content of config.json, with the older keys of what it and its parts state.
+
+    Keys that it has are unchanged.
+    """
+    return {**_older_keys(config), **_with_parts(config, with_older_keys, depth)}
+
+
+def without_older_keys(config: Values, *, depth: int = 0) -> ValueDict:
+    """Return *config* without the older keys that repeat what it states."""
+    older = _older_keys(config)
+    changed = _with_parts(config, without_older_keys, depth)
+    return {
+        key: value
+        for key, value in changed.items()
+        if key not in older or config[key] != older[key]
+    }
+
+
+def _with_parts(config: Values, change: Callable[..., ValueDict], depth: int) -> ValueDict:
+    """Return *config* with its changed parts."""
+    changed = {}
+    for key, value in config.items():
+        is_part = key.endswith("_config") and isinstance(value, dict) and depth < _MAX_DEPTH
+        changed[key] = change(value, depth=depth + 1) if is_part else value
+    return changed
+
+
+def _older_keys(config: Values) -> ValueDict:
+    """Return the older keys of what *config* itself states."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        return {}
+    found = {
+        older: config[name]
+        for older, name in {**_DTYPE, **_RENAMED.get(kind, {})}.items()
+        if name in config
+    }
+    parameters = config.get(_PARAMETERS)
+    if isinstance(parameters, dict):
+        found |= _positions(kind, parameters)
+    return found
+
+
+def _positions(kind: str, parameters: Values) -> ValueDict:
+    """Return the older keys of the rotary *parameters*; none for those that no older key can state."""
+    names = {_THETA: _THETA, _PARTIAL: _PARTIAL, **_OTHER_NAMES.get(kind, {})}
+    found = {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        full, sliding = parameters.get(_FULL), parameters.get(_SLIDING)
+        if kind not in _BASES or not isinstance(full, dict) or not isinstance(sliding, dict):
+            return {}
+        names[_THETA], local_name = _BASES[kind]
+        if local_name == names[_THETA] and full.get(_THETA) != sliding.get(_THETA):
+            return {}
+        if _THETA in sliding:
+            found[local_name] = sliding[_THETA]
+        parameters = full
+    for name, older in names.items():
+        if name in parameters:
+            found[older] = parameters[name]
+    scaling = {name: value for name, value in parameters.items() if name not in names}
+    if scaling.keys() - {_KIND} or scaling.get(_KIND, "default") != "default":
+        found["rope_scaling"] = scaling
+    return found

@@ -13,18 +13,15 @@ from automodel_ckpt.base.user_code import location_in_user_code
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict, Values
 from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
-from automodel_ckpt.checkpoint.formats.reading import (
-    cast_names,
-    differences,
-    read_tree,
-    read_value,
-)
+from automodel_ckpt.checkpoint.formats.reading import read_tree, read_value
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.parts.slices import have_same_digests
 from automodel_ckpt.checkpoint.state.fill_modules import set_module_state
 from automodel_ckpt.checkpoint.state.mismatch import (
+    cast_names,
     check_differences,
+    differences,
     has_weights_only,
     unusable,
     weights_only,
@@ -35,7 +32,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     module_state,
 )
 from automodel_ckpt.checkpoint.state.optimizer_loading import OptimizerLoader
-from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree
+from automodel_ckpt.checkpoint.state.optimizer_state import Owners, optimizer_tree
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.errors import AutomodelError
 

@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+import torch
+
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Values
-from automodel_ckpt.checkpoint.formats.reading import differences
+from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES, unstorable_placement
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest
 from automodel_ckpt.checkpoint.parts.tree import Tree
@@ -16,6 +18,53 @@ from automodel_ckpt.checkpoint.state.param_groups import DIVIDED
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_LINES = 20
+_CONTAINED = {"F64": ("F32", "F16", "BF16"), "F32": ("F16", "BF16")}
+"""The floating-point types that another type can represent."""
+
+
+def differences(tree: Tree, state_dict: Values, cast: Collection[str] = ()) -> list[str]:
+    """The differences between a tree and a flat state dict, one line each; empty where it can be loaded.
+
+    The types of the tensors *cast* (some of :func:`cast_names`) are not compared.
+    """
+    here = dict(state_dict)
+    lines = [
+        f"- {fqn}: saved, but not here" for fqn in (*tree.tensors, *tree.objects) if fqn not in here
+    ]
+    for fqn in here:
+        if fqn not in tree.tensors and fqn not in tree.objects:
+            lines.append(f"+ {fqn}: here, but not saved")
+    for fqn, tensor in tree.tensors.items():
+        if fqn not in here:
+            continue
+        # With the dtype: reading into another one casts without a message.
+        saved = f"{tensor.dtype} {list(tensor.shape)}"
+        now = _describe(here[fqn])
+        if now != saved and fqn not in cast:
+            lines.append(f"~ {fqn}: saved as {saved}, here {now}")
+    return lines
+
+
+def cast_names(tree: Tree, state_dict: Values) -> set[str]:
+    """The names of the tensors that differ only in their floating-point type, which can represent all saved values."""
+    found = set()
+    for name, here in state_dict.items():
+        saved = tree.tensors.get(name)
+        if saved is None or not isinstance(here, torch.Tensor) or unstorable_placement(here):
+            continue
+        is_contained = saved.dtype in _CONTAINED.get(DTYPE_CODES.get(here.dtype, ""), ())
+        if is_contained and tuple(here.shape) == tuple(saved.shape):
+            found.add(name)
+    return found
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        text = f"{DTYPE_CODES.get(value.dtype, str(value.dtype))} {list(value.shape)}"
+        # Each rank would get the whole value as its summand.
+        placement = unstorable_placement(value)
+        return f"{text} with the placement {placement}" if placement else text
+    return f"a value of type {type(value).__name__}"
 
 
 def first_lines(lines: list[str]) -> str:

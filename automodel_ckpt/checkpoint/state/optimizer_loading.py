@@ -13,12 +13,13 @@ from automodel_ckpt.checkpoint.formats.reading import read_object, read_tree
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.state.mismatch import check_differences, unusable
-from automodel_ckpt.checkpoint.state.optimizer_names import Owners, trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import (
+    Owners,
     allocate_late_entries,
     load_read_state,
     locations,
     saved_entries,
+    trained_by_all,
 )
 from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups, other_kind
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges

@@ -1,11 +1,23 @@
-"""What a checkpoint can store: values that the reader of plain data restores exactly, and supported tensors.
+"""What a checkpoint can store, and its bytes: values that the reader of plain data restores, and supported tensors.
 
-Other values are reported, by attribute and key, before training.
+Other values are reported, by attribute and key, before training. Plain data is written by ``torch.save``. NumPy's
+arrays and numbers go in as tensors that know what they were: such a file still holds nothing but what
+``torch.load(weights_only=True)`` takes, and our own reader (``pickles/pickle_reader.py``) converts them back.
+
+The row-major bytes of tensors on the CPU are used in place if possible. Those on a GPU go through two buffers: an
+ordinary copy from a GPU goes through a buffer of the driver, and the next one begins when the host has taken the data.
+Here, the GPU fills one page-locked buffer while the host digests and writes the other.
 """
 
 from __future__ import annotations
 
+import functools
+import io
+import logging
+import pickle
+import sys
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,15 +26,151 @@ import torch
 import xxhash
 from torch import Tensor
 
+from automodel_ckpt.checkpoint.files.durable_file import begins_at_a_sector
 from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.formats.description import (
     DTYPE_CODES,
     local_tensor,
     unstorable_placement,
 )
-from automodel_ckpt.checkpoint.jobs.tensor_bytes import raw_bytes
-from automodel_ckpt.checkpoint.pickles.pickle_values import has_counterpart, is_saved
 from automodel_ckpt.errors import Problem, RecipeError
+
+NUMPY_MARK = "automodel_ckpt.numpy"
+"""The attribute of a tensor that was NumPy's: ``array`` or ``scalar``."""
+
+
+class Pickler(pickle.Pickler):
+    """The pickler that ``torch.save`` derives from; it looks up this name in the module that it is given."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray | np.generic):
+            return NotImplemented
+        # A copy, because from_numpy rejects negative strides and warns about read-only arrays.
+        tensor = torch.from_numpy(np.array(value))
+        setattr(tensor, NUMPY_MARK, "array" if isinstance(value, np.ndarray) else "scalar")
+        # torch.save uses protocol 2.
+        return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+
+
+def saved(value: Any) -> memoryview:
+    """Return the content of a file with *value*.
+
+    Call :func:`~automodel_ckpt.checkpoint.state.storable.check_safe` before: it raises for values that cannot be read.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=sys.modules[__name__])
+    return buffer.getbuffer()
+
+
+def has_counterpart(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has this type of NumPy's, in this byte order."""
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).numpy().dtype == dtype
+    except (TypeError, ValueError):
+        return False
+
+
+@functools.cache
+def is_saved(dtype: torch.dtype) -> bool:
+    """Whether ``torch.save`` knows this type."""
+    try:
+        torch.save(torch.empty(0, dtype=dtype, device="cpu"), io.BytesIO())
+    except (KeyError, RuntimeError):
+        return False
+    return True
+
+
+log = logging.getLogger("automodel_ckpt")
+
+BLOCK_BYTES = 32 << 20
+_OFFSET = 64
+"""Bytes from a sector's start to memory that is not aligned for O_DIRECT."""
+
+Allocate = Callable[[int], Tensor]
+"""Takes a number of bytes, and returns a uint8 tensor of this size in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy that may be in progress: *target* on the host, complete after *event*; None: complete now."""
+
+    target: Tensor
+    event: torch.cuda.Event | None
+
+    def wait(self) -> memoryview:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.target.numpy().data
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The row-major bytes of a tensor: its memory where it is contiguous and on the CPU, else a copy."""
+    # A view of live memory if possible: the caller reads it before training changes the tensor.
+    return flat_bytes(tensor.to("cpu")).numpy().data
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The row-major bytes of a tensor on its device: of shape (bytes,), a view where it is contiguous, else a copy."""
+    contiguous = tensor.detach().contiguous()
+    # A lazy conjugation or negation is not in the bytes yet.
+    if contiguous.is_conj() or contiguous.is_neg():
+        contiguous = contiguous.resolve_conj().resolve_neg()
+    return contiguous.reshape(-1).view(torch.uint8)
+
+
+def page_locked(nbytes: int) -> Tensor:
+    """Return *nbytes* of page-locked memory, or of ordinary memory where the system does not allow it."""
+    try:
+        # torch keeps freed page-locked memory for the next save.
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        log.debug("page-locked memory is not available: %s", error)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def blocks_of(
+    flat: Tensor, *, block_bytes: int = BLOCK_BYTES, allocate: Allocate = page_locked
+) -> Iterator[memoryview]:
+    """Yield the bytes of *flat*, a uint8 vector on any device, in blocks. A block is valid until the next one.
+
+    At most two buffers of *block_bytes* are used.
+    """
+    size = min(block_bytes, flat.numel())
+    buffers = [_unaligned(allocate(size + _OFFSET))]
+    if flat.numel() > block_bytes:
+        buffers.append(_unaligned(allocate(size + _OFFSET)))
+    earlier: _Copy | None = None
+    for number, start in enumerate(range(0, flat.numel(), block_bytes)):
+        part = flat[start : start + block_bytes]
+        # The caller has finished with the block that was in this buffer.
+        copy = _begin(buffers[number % len(buffers)][: part.numel()], part)
+        if earlier is not None:
+            yield earlier.wait()
+        earlier = copy
+    if earlier is not None:
+        yield earlier.wait()
+
+
+def _unaligned(memory: Tensor) -> Tensor:
+    """Return a view of *memory*, at most _OFFSET bytes shorter, that is not aligned for O_DIRECT.
+
+    An aligned block would be written later, directly from the buffer, which has other data by then.
+    """
+    view = memory.numpy().data
+    return memory[_OFFSET:] if begins_at_a_sector(view) else memory[: len(memory) - _OFFSET]
+
+
+def _begin(target: Tensor, source: Tensor) -> _Copy:
+    target.copy_(source, non_blocking=True)
+    if not source.is_cuda:
+        return _Copy(target, None)
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(source.device))
+    return _Copy(target, event)
+
+
+# ---------------------------------------------------------------- what can be stored
+
 
 # Exact types: a subclass needs code to load.
 _SCALARS = frozenset(

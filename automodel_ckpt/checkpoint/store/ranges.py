@@ -16,10 +16,9 @@ from typing import Protocol
 
 import xxhash
 
-from automodel_ckpt.checkpoint.files.digests import digest_from
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.files.durable_file import digest_from
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of, runs_in_file
-from automodel_ckpt.checkpoint.parts.tree import FileContents, FileSlice, damage_text, files_of
+from automodel_ckpt.checkpoint.parts.tree import FileContents, FileSlice, Tree, damage_text
 from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 REQUEST_BYTES = 16 << 20
@@ -69,13 +68,13 @@ class Files(Protocol):
 
 
 class VerifiedRanges:
-    """Reads byte ranges of the checkpoint *name*, with *num_threads* requests at the same time. Used by one thread."""
+    """Reads byte ranges of *trees* of the checkpoint *name*, in *num_threads* requests at once. Used by one thread."""
 
     def __init__(
-        self, files: Files, name: str, manifest: Manifest, *, num_threads: int = 8
+        self, files: Files, name: str, trees: Iterable[Tree], *, num_threads: int = 8
     ) -> None:
         self._files, self._name = files, name
-        self._contents = FileContents(manifest.trees.values())
+        self._contents = FileContents(trees)
         self._parts: dict[str, list[Part]] = {}
         self._pool = ThreadPoolExecutor(num_threads, "ranges")
         self._waiting: deque[_Batch] = deque()
@@ -196,15 +195,6 @@ class VerifiedRanges:
 
     def _unusable(self, what: str, file: str, value: str) -> CheckpointUnusable:
         return unusable(what, f"{self._files}/{self._name}/{file}", value)
-
-
-def files_with_tensors(manifest: Manifest) -> set[str]:
-    """Return the files with tensors or other values of a tree."""
-    files = set()
-    for tree in manifest.trees.values():
-        files |= files_of(tree)
-        files.update(blob.file for blob in tree.objects.values())
-    return files
 
 
 def _damaged(part: Part, content: memoryview) -> list[FileSlice]:

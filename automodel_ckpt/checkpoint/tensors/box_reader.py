@@ -5,15 +5,12 @@ Imports no torch, and numpy only to read.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.files.type_aliases import Shape
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,
     Slice,
@@ -21,6 +18,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     contiguous_slices,
     intersection,
     row_major_boxes,
+    whole_box,
 )
 from automodel_ckpt.checkpoint.parts.tree import FileSlice, damaged
 from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
@@ -28,8 +26,6 @@ from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.float_cast import Array
 
-# The elements of a box.
-_BLOCK_ELEMENTS = 256 << 10
 INTEGERS = {
     "I8": "<i1",
     "I16": "<i2",
@@ -42,20 +38,6 @@ INTEGERS = {
     "BOOL": "<u1",
 }
 """The numpy dtypes of integers, by safetensors code."""
-
-
-def boxes(shape: Shape, num_elements: int = _BLOCK_ELEMENTS) -> Iterator[Box]:
-    """Yield boxes of at most *num_elements* that tile a tensor of that *shape*, in row-major order."""
-    # Dimensions that fit are complete in every box, so that a box is one run of bytes.
-    num_elements, inner = max(1, num_elements), 1
-    for extent in reversed(shape):
-        if inner * extent > num_elements:
-            break
-        inner *= extent
-    numel = math.prod(shape)
-    step = num_elements // max(inner, 1) * max(inner, 1)
-    for first in range(0, numel, step):
-        yield from row_major_boxes(shape, first, min(first + step, numel))
 
 
 def map_slice(file: Path | BinaryIO, stored: Slice, dtype: Any) -> Array:
@@ -156,3 +138,52 @@ def require_intact(root: Path, tensor: Tensor) -> None:
     problem = damage_problem(root, tensor)
     if problem is not None:
         raise CheckpointUnusable.all_of([problem])
+
+
+def read_row_major(root: Path, stored: Slice, first: int, memory: memoryview) -> None:
+    """Fill *memory* with the row-major bytes of a strided slice in a file below *root*, from element *first* on.
+
+    Raises OSError, and ValueError if the file is too short.
+    """
+    import numpy as np
+
+    from automodel_ckpt.checkpoint.tensors.float_cast import storage_dtype
+
+    dtype = storage_dtype(stored.dtype, DTYPE_BITS[stored.dtype])
+    target = np.frombuffer(memory, dtype)
+    with os.fdopen(open_safely(root, stored.file), "rb") as file:
+        values = map_slice(file, stored, dtype)
+    done = 0
+    for box in row_major_boxes(stored.sizes, first, first + target.size):
+        index = box.within(whole_box(stored.sizes))
+        target[done : done + box.numel].reshape(box.sizes)[...] = values[index]
+        done += box.numel
+
+
+def whole_checked(root: Path, tensor: Tensor) -> Array:
+    """Return a tensor as an array, after its bytes were compared with their digests.
+
+    Raises :class:`CheckpointUnusable` if they do not match.
+    """
+    require_intact(root, tensor)
+    return whole(root, tensor)
+
+
+def whole(root: Path, tensor: Tensor) -> Array:
+    """Return a tensor as a contiguous array of :func:`storage_dtype`. A tensor in one slice is memory-mapped, not read,
+    unless its elements are apart in the file."""
+    import numpy as np
+
+    from automodel_ckpt.checkpoint.tensors.float_cast import storage_dtype
+
+    dtype = storage_dtype(tensor.dtype, DTYPE_BITS[tensor.dtype])
+    slices = [stored for stored in tensor.slices if stored.nbytes]
+    if len(slices) == 1 and slices[0].sizes == tensor.shape:
+        (stored,) = slices
+        mapped = map_slice(root / stored.file, stored, dtype)
+        return mapped if stored.strides is None else np.ascontiguousarray(mapped)
+    result = np.empty(tensor.shape, dtype)
+    for stored in slices:
+        values = map_slice(root / stored.file, stored, dtype)
+        result[stored.box.within(tensor.box)] = values
+    return result

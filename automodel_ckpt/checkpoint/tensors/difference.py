@@ -16,13 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.files.type_aliases import Values
-from automodel_ckpt.checkpoint.parts.slices import TensorMap, digests_of, have_same_digests
-from automodel_ckpt.checkpoint.tensors.box_reader import (
-    INTEGERS,
-    BoxReader,
-    boxes,
-    damage_problem,
-)
+from automodel_ckpt.checkpoint.parts.slices import TensorMap, boxes, digests_of, have_same_digests
+from automodel_ckpt.checkpoint.tensors.box_reader import INTEGERS, BoxReader, damage_problem
 from automodel_ckpt.errors import Problem
 
 if TYPE_CHECKING:

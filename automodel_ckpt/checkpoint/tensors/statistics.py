@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.type_aliases import Shape
-from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes, require_intact
+from automodel_ckpt.checkpoint.parts.slices import Tensor, boxes
+from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, require_intact
 from automodel_ckpt.errors import unusable
 
 _COMPLEX = frozenset({"C64", "C128"})

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from automodel_ckpt.base.durable_io import overlay_warning
 from automodel_ckpt.base.store_url import is_store_url, is_url
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.ownership import overlay_warning
 from automodel_ckpt.checkpoint.run.directory import check_writable
 from automodel_ckpt.cli.common.terminal import printable, size_text
 from automodel_ckpt.config.callables.sent_values import values_of
@@ -207,7 +207,7 @@ def _micro_batch_text(shape: MicroBatchShape) -> str:
 
 def _space_text(nbytes: int, what: str, directory: str) -> str:
     """Describe the space that *what* takes in a *directory*, and whether its file system has enough."""
-    from automodel_ckpt.checkpoint.saving.forecast import free_bytes
+    from automodel_ckpt.base.durable_io import free_bytes
 
     free = free_bytes(Path(directory))
     text = f"{size_text(nbytes)} {what} in {directory}; {size_text(free)} free"
@@ -234,7 +234,7 @@ def _resume_rows(
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.checkpoint.parts.verify import verify
     from automodel_ckpt.checkpoint.run import resume
-    from automodel_ckpt.checkpoint.run.transfer_files import own_name
+    from automodel_ckpt.checkpoint.run.links import own_name
 
     section = loaded.config.checkpoint
     root = Path(section.checkpoint_dir).absolute()

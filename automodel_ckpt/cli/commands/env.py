@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import automodel_ckpt
+from automodel_ckpt.base.durable_io import file_system_of
 from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.base.units import size_text
-from automodel_ckpt.checkpoint.files.ownership import file_system_of
-from automodel_ckpt.checkpoint.saving.environment import version_of
+from automodel_ckpt.checkpoint.jobs.rank_manifest import version_of
 from automodel_ckpt.cli.common.terminal import print_document, printable, table
 from automodel_ckpt.cli.launch.node_resources import cores
 from automodel_ckpt.config.tree.references import SECRET_NAME

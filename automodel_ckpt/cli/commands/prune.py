@@ -15,7 +15,7 @@ from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.base.units import duration
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run import maintenance, resume
-from automodel_ckpt.checkpoint.run.policy import KeepPolicy, metric_of
+from automodel_ckpt.checkpoint.run.resume import KeepPolicy, metric_of
 from automodel_ckpt.cli.common.arguments import (
     RUN,
     option_flag,

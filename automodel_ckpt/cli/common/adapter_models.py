@@ -48,7 +48,7 @@ def adapter_builder(base: str | None, run: Path) -> AdapterBuilder:
 
 def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     from automodel_ckpt.checkpoint.saving.adapter_assets import peft_document
-    from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS
+    from automodel_ckpt.checkpoint.sources.source import EXPECTED_TENSORS
     from automodel_ckpt.checkpoint.state.module_tensors import tensor_specs
     from automodel_ckpt.convert.formats.format import ModelParameter
     from automodel_ckpt.convert.imports.adapter_import import AdapterModel

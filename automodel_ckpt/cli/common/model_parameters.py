@@ -33,7 +33,7 @@ def compare_names(config: bytes, names: Collection[str]) -> NameDifferences | No
     The model is built on the meta device, by torch and transformers. Its shapes are returned, too. Returns None when
     the names of the model are unknown.
     """
-    from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+    from automodel_ckpt.checkpoint.files.safe_open import parse_json
     from automodel_ckpt.convert.merging.model_names import NameDifferences
 
     try:

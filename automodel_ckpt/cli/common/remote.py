@@ -143,7 +143,7 @@ def _copy_values(run: RemoteRun, name: str, manifest: Manifest, root: Path) -> N
 
     blobs = [blob for tree in manifest.trees.values() for blob in tree.objects.values()]
     blobs.sort(key=lambda blob: (blob.file, blob.start))
-    with contextlib.closing(VerifiedRanges(run.store, name, manifest)) as ranges:
+    with contextlib.closing(VerifiedRanges(run.store, name, manifest.trees.values())) as ranges:
         ranges.expect((blob.file, blob.start, blob.start + blob.nbytes) for blob in blobs)
         for blob in blobs:
             content = bytearray(blob.nbytes)

@@ -16,8 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TextIO
 from unicodedata import category, east_asian_width
 
-from automodel_ckpt.base.terminal_text import colored, for_terminal
-from automodel_ckpt.base.units import size_text
+from automodel_ckpt.base.units import colored, for_terminal, size_text
 from automodel_ckpt.errors import (
     EXIT_DONE,
     OutputFailed,

@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from automodel_ckpt.base.terminal_text import for_terminal
+from automodel_ckpt.base.units import for_terminal
 from automodel_ckpt.errors import EXIT_STOPPED, SystemLimit
 
 LEAST_FILES = 128

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.cli.common.arguments import WHERE, option_flag, without_effect
 from automodel_ckpt.cli.common.paths import download_directory, find_checkpoint
 from automodel_ckpt.cli.common.terminal import print_document, print_error, printable, size_text

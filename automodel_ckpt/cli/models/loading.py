@@ -25,12 +25,12 @@ from transformers import (
 )
 
 from automodel_ckpt.base.hub_access import is_hub_name, resolve_commit
-from automodel_ckpt.checkpoint.export.adapter_record import (
+from automodel_ckpt.checkpoint.export.base_identity import (
     base_revision,
     find_base,
+    identify_base,
     read_peft_record,
 )
-from automodel_ckpt.checkpoint.export.base_identity import identify_base
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.export.next_steps import computes_embeddings, try_command

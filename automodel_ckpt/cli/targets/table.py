@@ -305,7 +305,7 @@ def _merged(arguments: argparse.Namespace, source: Path) -> ConsolidationReport:
     if arguments.nproc != 1:
         where = "with --to hf --merge"
         raise without_effect(arguments.command, "--nproc", arguments.nproc, where)
-    from automodel_ckpt.base.user_cache import cache_directory
+    from automodel_ckpt.base.store_url import cache_directory
     from automodel_ckpt.convert.merging.merge import merge
     from automodel_ckpt.models.inspect.repository import base_directory
     from automodel_ckpt.models.inspect.signature import read_signature

@@ -10,8 +10,12 @@ from pathlib import Path
 
 from automodel_ckpt.base.units import left_out, others_text, values_text
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import is_sparse, open_regular, read_model_file
+from automodel_ckpt.checkpoint.files.safe_open import (
+    is_sparse,
+    open_regular,
+    parse_json,
+    read_model_file,
+)
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict, Texts, ValueDict
 from automodel_ckpt.checkpoint.parts.slices import (
     Slice,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, Values
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.export.adapter_record import base_revision
+from automodel_ckpt.checkpoint.export.base_identity import base_revision
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Files, Shape, Values
 from automodel_ckpt.checkpoint.parts.slices import TensorMap

@@ -16,8 +16,7 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.files import agreeing_config
 from automodel_ckpt.checkpoint.export.plan import make_plan
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
+from automodel_ckpt.checkpoint.sources.source import MODEL, BaseMaps, Tensors
 from automodel_ckpt.convert.formats.format import Parameters
 from automodel_ckpt.convert.formats.hugging_face import has_adapter
 from automodel_ckpt.convert.formats.registry import detect

@@ -16,11 +16,12 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan
 from automodel_ckpt.checkpoint.export.script import no_need_script
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.files.type_aliases import Files, TextDict, ValueDict, Values
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, Data, FileJob, run_all
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
+    environment,
     merge_files,
     merge_tree,
     readable_bytes,
@@ -29,10 +30,9 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, StateRecord, Summary, Tree
 from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.run.policy import metric_of
-from automodel_ckpt.checkpoint.saving.environment import environment
+from automodel_ckpt.checkpoint.run.resume import metric_of
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
-from automodel_ckpt.checkpoint.tensors.stored import whole_checked
+from automodel_ckpt.checkpoint.tensors.box_reader import whole_checked
 from automodel_ckpt.convert.imports.adapter_import import AdapterModel
 from automodel_ckpt.convert.imports.training_import import (
     OPTIMIZER,

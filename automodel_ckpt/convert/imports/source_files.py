@@ -7,8 +7,7 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import model_file, read_safely
+from automodel_ckpt.checkpoint.files.safe_open import model_file, parse_json, read_safely
 from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict
 from automodel_ckpt.checkpoint.sources.model_files import (
     QUANTIZATION_FILES,

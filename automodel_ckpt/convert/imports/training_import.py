@@ -31,7 +31,7 @@ from automodel_ckpt.convert.formats.format import (
 )
 from automodel_ckpt.errors import unusable
 
-# The format of the optimizer's tree, as checkpoint/formats/torch_save.py names it.
+# The format of the optimizer's tree, as checkpoint/formats/rank_files.py names it.
 _FORMAT = "torch_save"
 OPTIMIZER = "optimizer"
 SCHEDULE = "lr_scheduler"

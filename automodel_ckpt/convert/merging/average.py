@@ -21,16 +21,15 @@ import numpy as np
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.plan import make_plan
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
-from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
+from automodel_ckpt.checkpoint.sources.source import MODEL, BaseMaps, Tensors
 from automodel_ckpt.checkpoint.state.model_config import CONFIG, config_changes
 from automodel_ckpt.checkpoint.tensors.float_cast import cast
 from automodel_ckpt.convert.formats.files import faults_of

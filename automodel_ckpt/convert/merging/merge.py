@@ -17,18 +17,21 @@ from pathlib import Path
 
 import numpy as np
 
-from automodel_ckpt.checkpoint.export.adapter_record import (
+from automodel_ckpt.checkpoint.export.base_identity import (
     base_revision,
     find_base,
+    identify_base,
     read_peft_record,
 )
-from automodel_ckpt.checkpoint.export.base_identity import identify_base
 from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport, consolidate
 from automodel_ckpt.checkpoint.export.copy_engine import Digested, Output
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import (
+    Log,
     agreeing_config,
     cast_lines,
+    check_target,
+    resolved_target,
+    staged,
     write_manifest,
     write_side_files,
 )
@@ -38,10 +41,9 @@ from automodel_ckpt.checkpoint.export.plan import (
     make_plan,
     parse_cast_dtype,
 )
-from automodel_ckpt.checkpoint.export.publish import check_target, resolved_target, staged
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.durable_file import digest_of
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Values
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify

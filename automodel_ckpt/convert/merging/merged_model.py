@@ -16,10 +16,9 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, main_dtype
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Values
 from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorDict, TensorMap, nbytes_of
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.sources.source import BaseMaps, Tensors
+from automodel_ckpt.checkpoint.tensors.box_reader import whole_checked
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
-from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.hugging_face import tensors_in_file
 from automodel_ckpt.convert.merging.merge_rules import (

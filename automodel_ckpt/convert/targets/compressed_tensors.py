@@ -21,14 +21,14 @@ from automodel_ckpt.checkpoint.export.plan import (
     Plan,
 )
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS, TORCH_NAMES
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.tensors.box_reader import whole_checked
 from automodel_ckpt.checkpoint.tensors.float_cast import cast
-from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import RecipeError, unusable

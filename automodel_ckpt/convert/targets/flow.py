@@ -21,8 +21,8 @@ from automodel_ckpt.checkpoint.export.plan import Plan, export_names, make_plan,
 from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Values
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.verify import verify
-from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
+from automodel_ckpt.checkpoint.sources.source import maps_of
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import (
     check_directory_target,

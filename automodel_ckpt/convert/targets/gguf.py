@@ -25,8 +25,8 @@ from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
 from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.tensors.box_reader import whole_checked
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
-from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.convert.formats.files import faults_of, read_json
 from automodel_ckpt.convert.formats.gguf.header import (
     F32,

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_safely
 from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict, Values
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import write_torch_archive
 from automodel_ckpt.checkpoint.sources.source import Source

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.parts.slices import Box, Tensor
-from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes, require_intact
+from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, boxes
+from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, require_intact
 from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 
 _ZEROS = bytes(1 << 16)

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 import yaml
 
 from automodel_ckpt.checkpoint.export.files import write_side_files
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, main_dtype
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict, Values
 from automodel_ckpt.checkpoint.parts.slices import TensorDict, nbytes_of

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from automodel_ckpt.base.durable_io import fsync_file
-from automodel_ckpt.base.user_cache import cache_directory
+from automodel_ckpt.base.store_url import cache_directory
 from automodel_ckpt.data.collate import Key
 from automodel_ckpt.errors import RecipeError, os_problem
 

@@ -23,8 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import HF_MODULES_CACHE, cached_file, get_checkpoint_shard_files
 
 from automodel_ckpt.base.other_weights import POINTER, weights_of_another_program
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import read_model_file
+from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_model_file
 from automodel_ckpt.checkpoint.sources.model_files import check_directory
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.config_checks import check_sizes

@@ -11,7 +11,7 @@ from torch import nn
 
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.parts.discovery import classify
-from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
+from automodel_ckpt.checkpoint.saving.save import forecast_bytes
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.logs.metrics import PeakMemory
 from automodel_ckpt.models.inspect.forward import model_without_adapters

@@ -14,8 +14,7 @@ import torch
 from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.parts.discovery import classify
-from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
-from automodel_ckpt.checkpoint.saving.save import Assets
+from automodel_ckpt.checkpoint.saving.save import Assets, forecast_bytes
 from automodel_ckpt.checkpoint.state.model_config import CONFIG
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from automodel_ckpt.base.store_url import cache_directory
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.base.user_cache import cache_directory
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.config.keys.kinds import DistillConfig
 from automodel_ckpt.data.batches.micro_batches import collate, isolated_rng, read_sample

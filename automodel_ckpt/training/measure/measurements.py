@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from automodel_ckpt.checkpoint.run import timeline
+from automodel_ckpt.checkpoint.run.notes import VALIDATION
 from automodel_ckpt.config.keys.monitoring import harness_of
 from automodel_ckpt.config.recipe_rules import has_validation
 from automodel_ckpt.config.schema import RecipeConfig
@@ -377,7 +377,7 @@ class Measurements:
 
     def _validated(self) -> Validation:
         scheduler = self._scheduler
-        with self._run_log.timeline.phase(timeline.VALIDATION), self._validated_weights():
+        with self._run_log.timeline.phase(VALIDATION), self._validated_weights():
             validation: Validation | None = self._loop.validate()
             if validation is not None:
                 self._log_validation(validation)
@@ -395,7 +395,7 @@ class Measurements:
         metrics: Sequence[TaskMetric] | None = ()
         # A start after a time limit may have nothing to make up for: its run is not at its end.
         if benchmark is not None and scheduler.benchmark_is_wanted():
-            with self._run_log.timeline.phase(timeline.VALIDATION), self._validated_weights():
+            with self._run_log.timeline.phase(VALIDATION), self._validated_weights():
                 metrics = benchmark.run()
         if metrics is None:
             return None

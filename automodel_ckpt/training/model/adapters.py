@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from automodel_ckpt.base.user_cache import cache_directory
+from automodel_ckpt.base.store_url import cache_directory
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.files.layout import ADAPTER_MODEL_CONFIG

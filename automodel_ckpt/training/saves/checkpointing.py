@@ -17,8 +17,8 @@ from automodel_ckpt.base.store_url import public
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.node_directories import not_without_storage
+from automodel_ckpt.checkpoint.run.lock_file import remove_leftover_request
 from automodel_ckpt.checkpoint.run.notes import forget_memory
-from automodel_ckpt.checkpoint.run.save_request import remove_leftover
 from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
@@ -179,7 +179,7 @@ def open_checkpointer(
     checkpointer.open()
     resources.callback(checkpointer.close)
     if checkpointer.is_rank0:
-        remove_leftover(checkpointer.run.root)
+        remove_leftover_request(checkpointer.run.root)
     if checkpointer.nodes is not None:
         check_without_shared_storage(config)
     return checkpointer

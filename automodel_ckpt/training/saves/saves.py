@@ -16,9 +16,10 @@ from automodel_ckpt.checkpoint.checkpointer import Checkpointer, Resumed, Saving
 from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_command
 from automodel_ckpt.checkpoint.parts.discovery import discover
 from automodel_ckpt.checkpoint.parts.failures import text_while_running
-from automodel_ckpt.checkpoint.run import policy, save_request
-from automodel_ckpt.checkpoint.run.timeline import SAVES
-from automodel_ckpt.checkpoint.run.transfer_files import TO_HUB, clear_links
+from automodel_ckpt.checkpoint.run.links import TO_HUB, clear_links
+from automodel_ckpt.checkpoint.run.lock_file import answer_save_request, is_save_requested
+from automodel_ckpt.checkpoint.run.notes import SAVES
+from automodel_ckpt.checkpoint.run.resume import is_better, metric_of
 from automodel_ckpt.checkpoint.saving.save import SaveReport
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
@@ -182,7 +183,7 @@ class Saves:
         # If the request cannot be removed, none is answered any more, instead of one after every step.
         with contextlib.suppress(OSError, LeaseLost):
             self.checkpointer.run.check_lease()
-            save_request.answer(self.checkpointer.run.root, checkpoint, error)
+            answer_save_request(self.checkpointer.run.root, checkpoint, error)
             self._answers_request = False
 
     def _answer_last_requests(self) -> None:
@@ -241,10 +242,8 @@ class Saves:
                 key,
                 ", ".join(losses),
             )
-        value = policy.metric_of(losses, key)
-        if value is None or not policy.is_better(
-            value, self._scheduler.best, self._section.best_mode
-        ):
+        value = metric_of(losses, key)
+        if value is None or not is_better(value, self._scheduler.best, self._section.best_mode):
             return False
         self._scheduler.best = value
         return self._scheduler.settings.ckpt_on_best
@@ -522,7 +521,7 @@ def _has_request(checkpointer: Checkpointer | None) -> bool:
     """Whether ``ckpt save`` waits for rank 0, and this is rank 0."""
     if checkpointer is None or not checkpointer.is_rank0:
         return False
-    return save_request.is_waiting(checkpointer.run.root)
+    return is_save_requested(checkpointer.run.root)
 
 
 def signal_name(number: int | None) -> str:

@@ -30,7 +30,7 @@ from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.run.transfer_files import own_name
+from automodel_ckpt.checkpoint.run.links import own_name
 from automodel_ckpt.config.callables.plugins import callable_of, signature_of
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.base.device_copies import Mark, to_host
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.run import timeline
+from automodel_ckpt.checkpoint.run.notes import OTHER
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import TrainingDiverged
 from automodel_ckpt.training.counters.step_scheduler import Due, StepScheduler
@@ -171,7 +171,7 @@ class Divergence:
                 hint=_HINT,
             )
         left_out = list(spikes.left_out)
-        with self._run_log.timeline.phase(timeline.OTHER):
+        with self._run_log.timeline.phase(OTHER):
             resumed = self._saves.roll_back(target) if target >= 0 else None
         if resumed is None:
             log.warning(

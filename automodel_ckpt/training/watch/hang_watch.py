@@ -17,7 +17,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.files.layout import HANGS
 from automodel_ckpt.checkpoint.memory.hang_reports import ARRIVAL_SECONDS
-from automodel_ckpt.checkpoint.run.timeline import DATA, STEPS
+from automodel_ckpt.checkpoint.run.notes import DATA, STEPS
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout

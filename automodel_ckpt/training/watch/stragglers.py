@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from automodel_ckpt.base.device_copies import Mark
-from automodel_ckpt.checkpoint.run.timeline import ARRIVAL, DATA, FORWARD, STEPS, STRAGGLER
+from automodel_ckpt.checkpoint.run.notes import ARRIVAL, DATA, FORWARD, STEPS, STRAGGLER
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout

@@ -20,10 +20,16 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.formats import safetensors, torch_save
-from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import TreeDescription
-from automodel_ckpt.checkpoint.formats.planning import TreeLayout, TreePlan
+from automodel_ckpt.checkpoint.formats.planning import Share, TreeLayout, TreePlan
+from automodel_ckpt.checkpoint.formats.rank_files import (
+    ShardFiles,
+    item_jobs,
+    lay_out_items,
+    lay_out_shards,
+    metadata_of,
+    shard_jobs,
+)
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.jobs import rank_manifest
 from automodel_ckpt.checkpoint.jobs.jobs import run_all
@@ -131,7 +137,7 @@ def save_all(made: list[Case], directory: Path) -> Path:
 
     The cases with even numbers are a module, the others an optimizer; each has a table.
     """
-    files = safetensors.ShardFiles()
+    files = ShardFiles()
     trees: dict[int, list[TreePlan]] = {}
     for rank, meshes in as_each_rank():
         states: list[dict[str, Any]] = [{}, {}]
@@ -155,11 +161,11 @@ def save_all(made: list[Case], directory: Path) -> Path:
         for number, tree in enumerate(of_rank):
             tree.assign(shares_of(number))
             if number == 0:
-                layouts.append(safetensors.lay_out(tree, files))
-                jobs = list(safetensors.plan_jobs(tree, rank, layouts[-1], files))
+                layouts.append(lay_out_shards(tree, files))
+                jobs = list(shard_jobs(tree, rank, layouts[-1], files))
             else:
-                layouts.append(torch_save.lay_out(tree))
-                jobs = list(torch_save.plan_jobs(tree, rank, layouts[-1]))
+                layouts.append(lay_out_items(tree))
+                jobs = list(item_jobs(tree, rank, layouts[-1]))
             written.trees[tree.name] = layouts[-1].rank_tree()
             run_all(jobs, staging, written)
         (staging / layout.rank_manifest_file(rank)).write_bytes(written.to_bytes())
@@ -172,9 +178,7 @@ def save_all(made: list[Case], directory: Path) -> Path:
     written_by_all = read_rank_manifests(staging, WORLD)
     merged = merge_tree("optimizer", "torch_save", written_by_all, {}, planned["optimizer"])
     plan = trees[0][1]
-    assert pickle.loads(torch_save.metadata_of(plan, merged)) == metadata_by_torch(
-        merged, dict(plan.paths)
-    )
+    assert pickle.loads(metadata_of(plan, merged)) == metadata_by_torch(merged, dict(plan.paths))
     finalize(staging, partial_manifest, written_by_all)
     return commit.publish(staging, "epoch_0_step_20")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.durable_file import digest_of
 from tests.hostile.harness import attacks_dcp, bombs
 from tests.hostile.harness.readers import ALL, CHECKS, EXPORTS, IMPORTS, OF_EXPORTS, RESUMES
 from tests.hostile.harness.victim import Attacked

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.durable_file import digest_of
 from automodel_ckpt.checkpoint.parts.slice_table import SEGMENT
 from tests.hostile.harness.readers import CHECKS, EXPORTS, LISTS, RESUMES
 from tests.hostile.harness.victim import Attacked, Document

@@ -20,10 +20,10 @@ from automodel_ckpt.checkpoint.parts.commit import point
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.remote import background
 from automodel_ckpt.checkpoint.remote.child_process import Status, only_one
-from automodel_ckpt.checkpoint.run import save_request
+from automodel_ckpt.checkpoint.run import lock_file
 from automodel_ckpt.checkpoint.run.generation import RunGeneration
+from automodel_ckpt.checkpoint.run.links import pending
 from automodel_ckpt.checkpoint.run.notes import read_note
-from automodel_ckpt.checkpoint.run.transfer_files import pending
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.transfer import UploadMemory
 from automodel_ckpt.cli import ckpt
@@ -217,8 +217,8 @@ def _hangs(run: Path) -> int:
 
 def _save_request(run: Path) -> int:
     """What a start does with a request that was left, and ``ckpt save`` with the answer."""
-    save_request.remove_leftover(run)
-    save_request.is_waiting(run)
+    lock_file.remove_leftover_request(run)
+    lock_file.is_save_requested(run)
     read_note(run, layout.SAVE_ANSWER)
     return 0
 

@@ -16,15 +16,15 @@ import torch
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate_script
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.dtypes import dtype_code
+from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor
+from automodel_ckpt.checkpoint.parts.verify import shard_header
 from automodel_ckpt.checkpoint.saving.save import Assets
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.sources.shard_header import shard_header
+from automodel_ckpt.checkpoint.sources.source import BaseMaps
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from werkzeug.wrappers import Request, Response
 
 from automodel_ckpt.checkpoint.export.export_manifest import export_problems
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.durable_file import digest_of
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import deep_verification
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from automodel_ckpt.checkpoint.parts import slices
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, tiling_fault
 from automodel_ckpt.checkpoint.tensors import box_reader
 from automodel_ckpt.checkpoint.tensors.statistics import statistics_of
@@ -46,7 +47,7 @@ def expected(tensor: torch.Tensor) -> dict[str, float | None]:
 def test_statistics_of_every_dtype_are_those_that_torch_computes(
     tmp_path: Path, capsys: Capture, num_ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(box_reader, "_BLOCK_ELEMENTS", 7)
+    monkeypatch.setattr(slices, "_BLOCK_ELEMENTS", 7)
     values = torch.randn(6, 5, generator=torch.Generator().manual_seed(3)) * 3 + 1
     values[1, 2:4] = 0
     tensors = {
@@ -174,7 +175,7 @@ def test_slices_whose_rows_stand_apart_are_read_where_they_are(tmp_path: Path) -
     (tmp_path / "w").write_bytes(b"head" + values.numpy().tobytes())
     halves = [Slice("w", "F32", (0, at), (3, 2), "w", 4 + 4 * at, 24, None, True) for at in (0, 2)]
     reader = box_reader.BoxReader(tmp_path, Tensor("w", "F32", (3, 4), tuple(halves)))
-    read = [reader.wide(reader.read(box)) for box in box_reader.boxes((3, 4))]
+    read = [reader.wide(reader.read(box)) for box in slices.boxes((3, 4))]
     assert (read[0] == values.numpy()).all() and len(read) == 1
 
 
@@ -182,5 +183,5 @@ def test_slices_whose_rows_stand_apart_are_read_where_they_are(tmp_path: Path) -
     "shape", [(), (0, 3), (7,), (3, 5, 2), (1000, 700), (3, 300_000), (2, 600_000, 1)]
 )
 def test_boxes_make_up_the_tensor(shape: tuple[int, ...]) -> None:
-    found = list(box_reader.boxes(shape))
+    found = list(slices.boxes(shape))
     assert tiling_fault(found, shape) is None and all(box.numel <= 256 << 10 for box in found)

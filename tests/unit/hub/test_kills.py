@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.utils._http import close_session
 
-from automodel_ckpt.checkpoint.run.transfer_files import link
+from automodel_ckpt.checkpoint.run.links import link
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.config.keys.checkpoint import HubConfig
 from automodel_ckpt.hub.background import LINK

@@ -12,7 +12,7 @@ import pytest
 
 from automodel_ckpt.checkpoint.remote import child_process
 from automodel_ckpt.checkpoint.remote.child_process import Status
-from automodel_ckpt.checkpoint.run.transfer_files import clear_links, link, pending
+from automodel_ckpt.checkpoint.run.links import clear_links, link, pending
 from automodel_ckpt.config.keys.checkpoint import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.hub.background import LINK, STATUS, Pushes, check_hub

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint.files.layout import TIMELINE_LOG, TIMELINE_STATE, TRAINING_LOG
-from automodel_ckpt.checkpoint.run.timeline import (
+from automodel_ckpt.checkpoint.run.notes import (
     DATA,
     PHASES,
     SAVES,

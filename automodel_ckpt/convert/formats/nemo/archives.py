@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.export.files import Log
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.nemo.nemo import CONFIG

@@ -15,8 +15,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_safely
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, nbytes_of, shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault

@@ -152,7 +152,7 @@ def number_of(value: Any, root: Path) -> Number:
         if value.dtype not in _NUMBERS or math.prod(value.shape) != 1:
             raise Fault(f"{value.fqn[:200]} is no number: {value.dtype} {list(value.shape)}")
         # Imported here: opening a model must not import numpy.
-        from automodel_ckpt.checkpoint.tensors.stored import whole
+        from automodel_ckpt.checkpoint.tensors.box_reader import whole
 
         value = whole(root, value).item()
     if type(value) not in (int, float, bool):

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.export.adapter_record import find_base, read_peft_record
-from automodel_ckpt.checkpoint.export.base_identity import identify_base
+from automodel_ckpt.checkpoint.export.base_identity import (
+    find_base,
+    identify_base,
+    read_peft_record,
+)
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from automodel_ckpt.base.durable_io import owned
 from automodel_ckpt.checkpoint.export import copy_engine as export_output
+from automodel_ckpt.checkpoint.export import files as export_publish
 from automodel_ckpt.checkpoint.export import plan as export_plan
-from automodel_ckpt.checkpoint.export import publish as export_publish
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.export.export_leftovers import clear_leftovers
+from automodel_ckpt.checkpoint.export.files import clear_leftovers
 from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
-from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.checkpoint.jobs.writer import Export, SharedMemory
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
-from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.sources.source import BaseMaps
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, SaveFailed
 from tests.support.models.shards import write_checkpoint
 from tests.unit.checkpoint.export.test_consolidate import (

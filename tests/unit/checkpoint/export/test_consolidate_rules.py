@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.files.dtypes import dtype_code
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
 from automodel_ckpt.checkpoint.parts.slices import Box
-from automodel_ckpt.checkpoint.sources.base_maps import (
+from automodel_ckpt.checkpoint.sources.source import (
     DTYPE_MAP,
     EXPECTED_TENSORS,
     FILE_INDEX_MAP,

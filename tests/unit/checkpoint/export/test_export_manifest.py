@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.layout import RankLayout
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
-from automodel_ckpt.checkpoint.tensors.stored import whole_checked
+from automodel_ckpt.checkpoint.tensors.box_reader import whole_checked
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.merging.merged_model import base_tensors
 from automodel_ckpt.convert.open import open_source, open_weights

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
-from automodel_ckpt.checkpoint.sources.base_maps import MAPS, read_maps
+from automodel_ckpt.checkpoint.sources.source import MAPS, read_maps
 from automodel_ckpt.errors import RecipeError
 from tests.support.models import vision
 from tests.support.models.shards import write_assets

@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.export.export_manifest import (
     ExportManifest,
 )
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.durable_file import digest_of
 from automodel_ckpt.checkpoint.sources.source import open_checkpoint
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models.shards import cut, write_checkpoint

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import automodel_ckpt
-from automodel_ckpt.checkpoint.files.bounded_json import (
+from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.safe_open import (
     FREE_BYTES,
     MAX_GROWTH,
     parse_json,
     parsed_bytes,
 )
-from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.parts.manifest import Tree
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, nbytes_of
 from tests.unit.checkpoint.parts.test_manifest import example
@@ -151,14 +151,13 @@ def test_files_that_others_can_write_are_parsed_by_no_other_parser() -> None:
     # What this process or the trainer beside it has just written.
     own_content = {
         "checkpoint/export/hf_assets.py",
-        "checkpoint/export/tokenizer_files.py",
+        "checkpoint/sources/model_files.py",
         "checkpoint/remote/child_process.py",
         "checkpoint/saving/adapter_assets.py",
-        "checkpoint/sources/model_files.py",
         "checkpoint/state/model_config.py",
         "checkpoint/jobs/rank_manifest.py",
         "convert/targets/compressed_tensors.py",
         "logs/follow.py",
         "training/parts/init_checks.py",
     }
-    assert with_parser == {"checkpoint/files/bounded_json.py", *own_content}
+    assert with_parser == {"checkpoint/files/safe_open.py", *own_content}

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from automodel_ckpt.checkpoint.export import publish
+from automodel_ckpt.checkpoint.export import files
 from automodel_ckpt.checkpoint.files import durable_file
-from automodel_ckpt.checkpoint.files.digests import FileRecord
+from automodel_ckpt.checkpoint.files.durable_file import FileRecord
 from automodel_ckpt.checkpoint.parts import commit
 
 
@@ -160,7 +160,7 @@ def test_a_new_export_is_durable_before_the_old_one_is_deleted_without_a_swap(
     monkeypatch.setattr(commit, "exchange", lambda a, b: False)
     monkeypatch.setattr(shutil, "rmtree", remove)
     calls.clear()
-    publish._publish(tmp_path / "new", tmp_path / "consolidated", lambda text: None)
+    files._publish(tmp_path / "new", tmp_path / "consolidated", lambda text: None)
     deleted = calls.index(("rmtree", ".consolidated.previous"))
     renamed = calls.index(("rename", "consolidated"))
     assert ("fsync", tmp_path.name) in calls[renamed:deleted]

@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint.export.export_manifest import (
     export_problems,
 )
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.safe_open import SPARSE_FROM_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts import verify

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from automodel_ckpt.base.durable_io import write_all
-from automodel_ckpt.checkpoint.files import direct
+from automodel_ckpt.checkpoint.files import durable_file
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.formats import read_ahead
 from automodel_ckpt.checkpoint.formats.reading import read_tree
@@ -64,10 +64,12 @@ def test_an_interrupted_write_does_not_reach_the_next_file(
             write_all(*arguments)
 
         # As on a file system without O_DIRECT.
-        monkeypatch.setattr(direct.DirectStream, "_past_cache", lambda *arguments: arguments[3])
+        monkeypatch.setattr(
+            durable_file.DirectStream, "_past_cache", lambda *arguments: arguments[3]
+        )
         file = DurableFile(tmp_path / "interrupted", nbytes=16 * MIB)
         file.write(b"\1" * (MIB + 1))
-        monkeypatch.setattr(direct, "write_all", slow)
+        monkeypatch.setattr(durable_file, "write_all", slow)
         if not finish:
             file.write(b"\1" * (4 * MIB))
             has_begun.wait()

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.files import ownership
-from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
+from automodel_ckpt.base import durable_io
+from automodel_ckpt.base.durable_io import is_abandoned, owned, owner_digits
 
 MAKE = """
 import os, sys
 from pathlib import Path
-from automodel_ckpt.checkpoint.files.ownership import owner_digits
+from automodel_ckpt.base.durable_io import owner_digits
 path = Path(sys.argv[1]) / f".made-{owner_digits(Path(sys.argv[1]))}"
 path.mkdir()
 print(path)
@@ -72,10 +72,10 @@ def test_on_another_node_or_mount_only_a_day_without_a_change_counts(left: Path)
     age(left, 3600)
     assert not is_abandoned(left)
     (left / "file").write_text("being written")
-    age(left, 2 * ownership.ABANDONED_SECONDS)
+    age(left, 2 * durable_io.ABANDONED_SECONDS)
     assert not is_abandoned(left)
-    age(left / "file", 2 * ownership.ABANDONED_SECONDS)
-    age(left, 2 * ownership.ABANDONED_SECONDS)
+    age(left / "file", 2 * durable_io.ABANDONED_SECONDS)
+    age(left, 2 * durable_io.ABANDONED_SECONDS)
     assert is_abandoned(left)
 
 

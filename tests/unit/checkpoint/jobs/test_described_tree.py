@@ -13,7 +13,7 @@ from automodel_ckpt.checkpoint.jobs import described_tree
 from automodel_ckpt.checkpoint.jobs.jobs import run_all
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest, merge_tree
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
-from automodel_ckpt.checkpoint.tensors.stored import whole_checked
+from automodel_ckpt.checkpoint.tensors.box_reader import whole_checked
 
 KEY = ("optimizer", "state", "model.w", "exp_avg")
 NAME = "optimizer.state.model.w.exp_avg"

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.files.digests import digest_of
-from automodel_ckpt.checkpoint.files.direct import begins_at_a_sector
-from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, FileJob
+from automodel_ckpt.checkpoint.files.durable_file import begins_at_a_sector, digest_of
+from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, FileJob, SharedFile
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
-from automodel_ckpt.checkpoint.jobs.shared_file import SharedFile
-from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.state.storable import blocks_of
 
 
 def content(nbytes: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
     RankTree,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint.export.publish import staged
+from automodel_ckpt.checkpoint.export.files import staged
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest

@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.remote.child_process import UploadLoop
 from automodel_ckpt.checkpoint.remote.part_uploader import PartUploader
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.uploader import Job, Uploader
-from automodel_ckpt.checkpoint.run.transfer_files import link, pending
+from automodel_ckpt.checkpoint.run.links import link, pending
 from automodel_ckpt.checkpoint.store.store import Store
 from tests.support.runs.stored_runs import FIRST, SECOND, URL, write_run
 from tests.support.servers.object_store import ObjectStore

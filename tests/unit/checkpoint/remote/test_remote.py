@@ -26,8 +26,8 @@ from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.run.transfer_files import pending
+from automodel_ckpt.checkpoint.run.links import pending
+from automodel_ckpt.checkpoint.run.resume import KeepPolicy
 from automodel_ckpt.checkpoint.store import gone_back, transfer
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle, UploadMemory
@@ -77,7 +77,7 @@ def test_a_checkpoint_comes_back_as_it_was(s3: ObjectStore, local: Path, tmp_pat
     assert (pulled / layout.MANIFEST).read_bytes() == (
         local / SECOND / layout.MANIFEST
     ).read_bytes()
-    assert prune(run, policy.KeepPolicy(last=1), "val_loss") == [FIRST]
+    assert prune(run, KeepPolicy(last=1), "val_loss") == [FIRST]
     assert not any(name.startswith(FIRST) for name in run.store.sizes())
     with pytest.raises(ValueError, match="referenced"):
         run.withdraw(SECOND)
@@ -122,7 +122,7 @@ def test_a_store_that_dies_at_any_request_has_no_incomplete_checkpoint(
         for name in (FIRST, SECOND):
             push_checkpoint(run, local / name, tmp_path / f"memory-{name}", num_threads=1)
             run.point("val_loss", "min")
-        prune(run, policy.KeepPolicy(last=1), "val_loss")
+        prune(run, KeepPolicy(last=1), "val_loss")
 
     everything(URL)
     num_requests = len(s3.requests)
@@ -375,10 +375,10 @@ def test_an_interrupted_removal_is_completed(s3: ObjectStore, local: Path, tmp_p
 
     s3.fault = fault
     with pytest.raises(StoreError):
-        prune(run, policy.KeepPolicy(last=1), "val_loss")
+        prune(run, KeepPolicy(last=1), "val_loss")
     s3.fault = None
     assert run.manifest(FIRST) is None and run.store.sizes(FIRST)
-    assert prune(run, policy.KeepPolicy(last=5), "val_loss") == [FIRST]
+    assert prune(run, KeepPolicy(last=5), "val_loss") == [FIRST]
     assert not run.store.sizes(FIRST)
 
 
@@ -463,7 +463,7 @@ def test_other_file_systems_have_the_same_protocol(
         push_checkpoint(run, local / name, tmp_path / "memory")
         run.point("val_loss", "min")
     is_sound(run, local)
-    prune(run, policy.KeepPolicy(last=1), "val_loss")
+    prune(run, KeepPolicy(last=1), "val_loss")
     assert [str(name) for name in run.names()] == [SECOND]
     (tmp_path / "run").mkdir()
     assert pull_checkpoint(run, SECOND, tmp_path / "run").name == SECOND

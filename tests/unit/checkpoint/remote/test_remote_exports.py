@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint.remote import uploader
 from automodel_ckpt.checkpoint.remote.background import LINK
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.uploader import Job, Uploader
-from automodel_ckpt.checkpoint.run.transfer_files import link, pending
+from automodel_ckpt.checkpoint.run.links import link, pending
 from tests.support import ranks
 from tests.support.runs.training import RECIPE, train, write_recipe
 

@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.remote.child_process import Status
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.run.transfer_files import pending
+from automodel_ckpt.checkpoint.run.links import pending
 from automodel_ckpt.checkpoint.store import store as store_module
 from automodel_ckpt.checkpoint.store import transfer
 from automodel_ckpt.checkpoint.store.store import Store, StoreError

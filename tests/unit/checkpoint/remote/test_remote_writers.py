@@ -17,8 +17,8 @@ from automodel_ckpt.checkpoint.remote import background, child_process, uploader
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.run.transfer_files import link, pending
+from automodel_ckpt.checkpoint.run.links import link, pending
+from automodel_ckpt.checkpoint.run.resume import KeepPolicy
 from automodel_ckpt.checkpoint.store import transfer
 from automodel_ckpt.checkpoint.store.conditional import NotSupported, conditions_of, s3_call
 from automodel_ckpt.checkpoint.store.store import Store
@@ -63,7 +63,7 @@ def upload_all(run: RemoteRun, root: Path, memory: Path) -> None:
     for name in (FIRST, SECOND):
         push_checkpoint(run, root / name, memory / name, num_threads=1)
         run.point("val_loss", "min")
-    prune(run, policy.KeepPolicy(last=1), "val_loss")
+    prune(run, KeepPolicy(last=1), "val_loss")
 
 
 def overtake(url: str, root: Path, memory: Path) -> RemoteRun:
@@ -158,7 +158,7 @@ def test_stores_without_conditional_requests_are_noticed(
         push_checkpoint(run, runs[0] / SECOND, tmp_path / "memory")
         run.point("val_loss", "min")
         has(run, runs[0], SECOND)
-        prune(run, policy.KeepPolicy(last=1), "val_loss")
+        prune(run, KeepPolicy(last=1), "val_loss")
         assert [str(name) for name in run.names()] == [SECOND]
     job = uploader.Job(f"file://{tmp_path}/store", {}, "token", "val_loss")
     uploading = uploader.Uploader(tmp_path, job)

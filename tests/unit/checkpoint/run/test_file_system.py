@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.files import ownership
+from automodel_ckpt.base import durable_io
 
 MOUNTS = """\
 20 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
@@ -22,7 +22,7 @@ MOUNTS = """\
 def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     listed = tmp_path / "mountinfo"
     listed.write_text(MOUNTS)
-    monkeypatch.setattr(ownership, "_MOUNTS", listed)
+    monkeypatch.setattr(durable_io, "_MOUNTS", listed)
     return listed
 
 
@@ -39,4 +39,4 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_the_last_mount_on_the_longest_path_counts(path: str, kind: str) -> None:
-    assert ownership.file_system_of(Path(path)) == kind
+    assert durable_io.file_system_of(Path(path)) == kind

@@ -18,8 +18,7 @@ import pytest
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.memory import node_process
 from automodel_ckpt.checkpoint.memory.hang_reports import HangReports
-from automodel_ckpt.checkpoint.memory.node_process import NodeProcess
-from automodel_ckpt.checkpoint.memory.node_server import NodeServer
+from automodel_ckpt.checkpoint.memory.node_process import NodeProcess, NodeServer
 from automodel_ckpt.checkpoint.memory.requests import (
     Address,
     NodeFailed,

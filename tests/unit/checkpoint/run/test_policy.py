@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from automodel_ckpt.checkpoint.run.policy import (
+from automodel_ckpt.checkpoint.run.resume import (
     KeepPolicy,
     Record,
-    best,
+    best_record,
     is_better,
     metric_of,
     newest_first,
@@ -100,9 +100,9 @@ def test_of_equals_the_earliest_is_the_best_and_nan_never_is() -> None:
         Record(f"epoch_0_step_{s}", s, 0, v)
         for s, v in [(1, math.nan), (2, 2.0), (3, 1.0), (4, 1.0), (5, None)]
     ]
-    assert (best(records, "min") or records[0]).step == 3
-    assert (best(records, "max") or records[0]).step == 2
-    assert best(records[:1], "min") is None
+    assert (best_record(records, "min") or records[0]).step == 3
+    assert (best_record(records, "max") or records[0]).step == 2
+    assert best_record(records[:1], "min") is None
 
 
 @pytest.mark.parametrize("value", ["nan", "1.0", True, [1.0], None, math.nan, math.inf])

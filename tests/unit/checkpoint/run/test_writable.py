@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from automodel_ckpt.checkpoint.run.directory import RunDirectory, check_writable
-from automodel_ckpt.checkpoint.run.policy import KeepPolicy
+from automodel_ckpt.checkpoint.run.resume import KeepPolicy
 from automodel_ckpt.errors import RecipeError
 
 

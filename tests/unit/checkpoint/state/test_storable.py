@@ -13,9 +13,8 @@ import torch
 
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.pickles import pickle_reader
-from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 from automodel_ckpt.checkpoint.state import storable
-from automodel_ckpt.checkpoint.state.storable import check_safe
+from automodel_ckpt.checkpoint.state.storable import check_safe, saved
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from tests.support.models import tiny
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.base.user_cache import cache_directory
+from automodel_ckpt.base.store_url import cache_directory
 from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.errors import RecipeError
 

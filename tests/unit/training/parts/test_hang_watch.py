@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint.run.timeline import DATA, SAVES, STEPS, VALIDATION
+from automodel_ckpt.checkpoint.run.notes import DATA, SAVES, STEPS, VALIDATION
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.logs.timeline import Timeline

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint.run.timeline import FORWARD, STEPS
+from automodel_ckpt.checkpoint.run.notes import FORWARD, STEPS
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.training.watch.stragglers import StragglerWatch
