@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from tests.support.models.sizes import model_sizes
 from tests.support.servers.command_server import CommandServer
 
 _COLUMNS = (
@@ -87,12 +88,7 @@ def write_model(directory: Path) -> None:
 
     tokenizer = small_tokenizer(vocab_size=300)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
+        **model_sizes(vocab=len(tokenizer), hidden=16, inner=24, layers=2, heads=2, positions=64)
     )
     torch.manual_seed(5)
     LlamaForCausalLM(config).save_pretrained(directory)

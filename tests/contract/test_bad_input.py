@@ -39,11 +39,7 @@ EXAMPLES = {
     for path in DIRECTORY.rglob("*.yaml")
     if path.parts[-2] not in ("kubernetes", "skypilot", "slurm")
 }
-MISTAKES = [
-    "recipe.yaml",
-    "--seeed=1",
-    "--optimizer={_target_: torch.optim.SGD, lr: x}",
-]
+MISTAKES = ["recipe.yaml", "--seeed=1", "--optimizer={_target_: torch.optim.SGD, lr: x}"]
 
 
 @pytest.fixture

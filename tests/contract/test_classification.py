@@ -29,6 +29,7 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.cli.train import main
+from tests.support.models.sizes import model_sizes
 from tests.support.models.small_tokenizer import small_tokenizer
 from tests.support.servers.command_server import CommandServer
 
@@ -47,13 +48,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny language model, whose tokenizer has no pad token."""
     directory = tmp_path_factory.mktemp("base")
     config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
+        **model_sizes(vocab=300, hidden=16, inner=16, layers=1, heads=2, kv_heads=2, positions=32)
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer = small_tokenizer(300)
@@ -251,12 +246,7 @@ def stored(directory: Path) -> dict[str, str]:
 def headless(source: Path, kind: str) -> None:
     """Write a base in bfloat16 to ./headless: a backbone, or an encoder with another head and without a pooler."""
     config = BertConfig(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=32,
+        **model_sizes(vocab=300, hidden=16, inner=16, layers=1, heads=2, positions=32)
     )
     if kind == "llama":
         model = AutoModel.from_pretrained(source)

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.train import main
+from tests.support.models.sizes import model_sizes
 from tests.support.runs.forecast_cases import CASES, write_recipe
 from tests.support.servers.command_server import CommandServer
 
@@ -266,10 +267,7 @@ PEAKS_OF_KINDS = {
     ],
 )
 def test_the_memory_on_a_gpu_is_that_of_the_kind_of_training_and_the_rank_with_most(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     # For the processor of images.
     monkeypatch.setenv("AUTOMODEL_CKPT_TRUST", "tools")
@@ -302,13 +300,7 @@ def test_a_directory_with_imported_weights_only_is_an_error_of_the_dry_run(
     small = "--model.from_config={model_type: llama, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, "
     small += "num_attention_heads: 2, vocab_size: 4096}"
     LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            vocab_size=4096,
-        )
+        LlamaConfig(**model_sizes(hidden=32, inner=32, layers=1, heads=2, vocab=4096))
     ).save_pretrained("weights")
     assert ckpt(["import", "weights", "checkpoints"]) == 0
     expected = "weights only: there is no training to resume"

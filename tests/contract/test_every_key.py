@@ -33,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import automodel_ckpt
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import EXIT_STOPPED, EXIT_UNUSABLE, EXIT_USAGE, RecipeError
+from tests.support.models.sizes import model_sizes
 
 ROOT = Path(__file__).parents[2]
 SIZES = (
@@ -96,13 +97,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fast: Any = PreTrainedTokenizerFast
     for name, width in (("plain", 8), ("other", 16), ("less", 8), ("more", 8)):
         config = LlamaConfig(
-            hidden_size=width,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            vocab_size=24,
-            max_position_embeddings=32,
+            **model_sizes(
+                hidden=width, inner=8, layers=1, heads=2, kv_heads=2, vocab=24, positions=32
+            )
         )
         LlamaForCausalLM(config).save_pretrained(place / name)
         fast(tokenizer_object=words).save_pretrained(place / name)
@@ -476,7 +473,10 @@ CASES = [
     *lines(RUNS),
     *((key, value, [*words, "dry-run"]) for key, value, words in lines(DRY_RUNS)),
 ]
-FURTHER = ("distill.", "embedding.", "optimizer.groups.", "peft.", "profile.", "qat.")
+FURTHER = (
+    *("checkpoint.keep_", "distill.", "distributed.", "embedding.", "lr_scheduler.", "optimizer."),
+    *("peft.", "profile.", "qat.", "step_scheduler.early_stopping."),
+)
 """Sections that tests of their kinds also use: their keys are left to `make test-all`."""
 NAMED = {
     key: ROOT / file

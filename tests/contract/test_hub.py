@@ -100,6 +100,7 @@ assert not torch.equal(adapted(tokens).logits, base(tokens).logits)
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_models_are_uploaded_while_they_train_and_loaded_by_their_name(
     server: HubServer, commands: CommandServer, tmp_path: Path
 ) -> None:

@@ -214,10 +214,7 @@ def test_values_of_other_kinds_in_an_adapter_config_are_errors_with_a_hint(
 
 @pytest.mark.parametrize("lost", [("tokenizer*", "chat_template*"), ("tokenizer.json",)])
 def test_a_directory_without_a_tokenizer_is_reported_as_such(
-    commands: CommandServer,
-    capsys: pytest.CaptureFixture[str],
-    place: Path,
-    lost: tuple[str, ...],
+    commands: CommandServer, capsys: pytest.CaptureFixture[str], place: Path, lost: tuple[str, ...]
 ) -> None:
     for pattern in lost:
         for file in (place / "base").glob(pattern):
@@ -254,10 +251,7 @@ def test_files_that_may_not_be_read_are_not_called_missing(place: Path, name: st
 
 @pytest.mark.parametrize("template", [GIVEN_TEMPLATE, None])
 def test_exports_stop_where_the_model_was_trained_to_stop(
-    commands: CommandServer,
-    capsys: pytest.CaptureFixture[str],
-    place: Path,
-    template: str | None,
+    commands: CommandServer, capsys: pytest.CaptureFixture[str], place: Path, template: str | None
 ) -> None:
     """Also with the tokenizer's own template, if the base's generation config lacks the end of its turns."""
     words = ["--step_scheduler.max_steps", "40", "--step_scheduler.ckpt_every_epochs", "null"]

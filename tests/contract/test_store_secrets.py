@@ -54,10 +54,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_recipe_with_a_secret_is_an_error_that_does_not_show_it(
-    words: str,
-    recipe: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, recipe: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("URL_WITH_A_SECRET", f"s3://user:{WORD}@bucket/run")
     monkeypatch.setenv("A_SECRET", WORD)
@@ -85,10 +82,7 @@ def test_the_urls_of_commands_are_shown_without_secrets(
 
 
 def test_a_run_leaves_no_trace_of_the_credentials_in_its_environment(
-    recipe: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: set[str] = set()
     with object_store() as store:
@@ -210,10 +204,7 @@ def test_a_recipe_file_sends_no_variable_without_permission(
     "text", ["${oc.env:NOT_SET,\\${oc.env:PLAIN}}", "${oc.env:${oc.env:NAME_OF_IT}}"]
 )
 def test_no_spelling_of_a_reference_is_missed(
-    text: str,
-    recipe: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    text: str, recipe: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLAIN", WORD)
     monkeypatch.setenv("NAME_OF_IT", "PLAIN")
@@ -230,10 +221,7 @@ def test_a_recipe_file_names_no_host_for_credentials(
 
 
 def test_permission_comes_from_outside_of_the_recipe(
-    recipe: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLAIN", "runs-of-team")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
@@ -269,10 +257,7 @@ def test_permission_comes_from_outside_of_the_recipe(
 
 
 def test_a_dry_run_sends_no_token_to_the_hub(
-    recipe: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "model", {"model_type": "llama"}, LLAMA_CHAT)
     files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
@@ -305,10 +290,7 @@ def test_a_dry_run_sends_no_token_to_the_hub(
 
 
 def test_local_paths_and_numbers_may_come_from_the_environment(
-    recipe: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch-space"))
     monkeypatch.setenv("USER", "someone-here")

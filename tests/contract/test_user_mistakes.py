@@ -17,17 +17,13 @@ import pytest
 from automodel_ckpt import load_recipe
 from automodel_ckpt.errors import EXIT_SAVE_FAILED, EXIT_UNUSABLE, EXIT_USAGE, describe
 from tests.support import ranks
+from tests.support.models.sizes import model_sizes
 from tests.support.runs.training import RECIPE, build
 
 DIGITS = Path(__file__).parents[2] / "examples/vlm_finetune/tiny_digits.yaml"
 LLAMA = {
     "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
+    **model_sizes(hidden=32, inner=48, layers=1, heads=4, kv_heads=2, vocab=300),
 }
 SMALL_GPT2 = "{_target_: transformers.GPT2Config, n_layer: 1, n_embd: 8, n_head: 1, vocab_size: 304, pad_token_id: 0}"
 TALK = (
@@ -207,8 +203,7 @@ MISTAKES = {
         "configuration cannot be read", **{"config.json": '{"model_type": ["llama"]}'}
     ),
     "a truncated config": tokens(
-        r"config.json cannot be read[\s\S]*tok/config.json \(",
-        **{"config.json": '{"model_type": '},
+        r"config.json cannot be read[\s\S]*tok/config.json \(", **{"config.json": '{"model_type": '}
     ),
     "a config that is a list": pretrained(
         r"config.json cannot be read[\s\S]*base/config.json \(not a JSON", **{"config.json": "[1]"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.models.sizes import model_sizes
 from tests.support.servers.command_server import CommandServer, Starting
 from tools.random_recipes import check as checking
 from tools.random_recipes.check import check, differences
@@ -25,13 +26,7 @@ def test_a_recipe_is_resumed_exactly_and_a_difference_is_reported(
     tmp_path: Path, commands: CommandServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checking, "subprocess", Starting(commands))
-    model = {
-        "model_type": "llama",
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
+    model = {"model_type": "llama", **model_sizes(hidden=16, inner=16, layers=1, heads=2)}
     options = {
         "model": {"from_config": model},
         "step_scheduler.max_steps": STEPS,

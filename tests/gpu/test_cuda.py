@@ -111,8 +111,7 @@ def kill_after(directory: Path, step: int, *overrides: str) -> None:
             ],
         ),
         pytest.param(
-            ("--distributed.strategy", "fsdp2", "--distributed.cpu_offload", "true"),
-            marks=only_gpu,
+            ("--distributed.strategy", "fsdp2", "--distributed.cpu_offload", "true"), marks=only_gpu
         ),
         pytest.param(
             ("--nproc-per-node", "2", "--distributed.cp_size", "2", "--model.dtype", "bfloat16"),

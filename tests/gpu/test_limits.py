@@ -11,6 +11,7 @@ import pytest
 
 from automodel_ckpt.errors import DeviceMemoryError
 from tests.support.gpu import DEVICE, HAS_GPU, needs_gpu, only_gpu
+from tests.support.models.sizes import model_sizes
 from tests.support.runs import plain
 from tests.support.servers.command_server import CommandServer
 from tools.gpu import ours
@@ -43,13 +44,7 @@ def test_a_run_that_is_out_of_memory_says_in_which_step_and_what_to_change(
     assert "Traceback" not in done.stderr
 
 
-MIDDLE = {
-    **LLAMA_1B,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-}
+MIDDLE = {**LLAMA_1B, **model_sizes(hidden=1024, inner=4096, layers=8, heads=16)}
 """About 260 million parameters, half of them in the embedding."""
 FORECASTS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -82,10 +82,7 @@ FILES: dict[str, bytes] = {
     "offset_huge": gguf(tensor(offset=HUGE)),
     "name_control": gguf(tensor(name=b"a\nb")),
     "name_long": gguf(tensor(name=b"a" * 65)),
-    "part": gguf(
-        tensor(),
-        values=(ARCHITECTURE, entry(b"split.count", U32, struct.pack("<I", 3))),
-    ),
+    "part": gguf(tensor(), values=(ARCHITECTURE, entry(b"split.count", U32, struct.pack("<I", 3)))),
 }
 CHOSEN = list(FILES) if bombs.EVERY else list(FILES)[1::6]
 

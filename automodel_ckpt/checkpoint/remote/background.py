@@ -67,9 +67,7 @@ class Uploads:
     Only rank 0 uses it. Nothing but :meth:`finish` waits for the network.
     """
 
-    def __init__(
-        self, root: Path, settings: RemoteOptions, metric_key: str, mode: Mode
-    ) -> None:
+    def __init__(self, root: Path, settings: RemoteOptions, metric_key: str, mode: Mode) -> None:
         """Raises :class:`RecipeError` for a URL or options that cannot be used."""
         self.root = root
         self._is_required = settings.required

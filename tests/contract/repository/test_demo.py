@@ -58,12 +58,7 @@ def test_the_demo_with_images_reads_digits_after_a_few_steps_already(
     # First: a tokenizer is trained by threads, which do not survive the fork below.
     paths, expected = demo_vlm.write_scans(tmp_path / "scans")
     recipe = ROOT / demo_vlm.RECIPE
-    training = partial(
-        train,
-        recipe,
-        f"--checkpoint.checkpoint_dir={tmp_path}/run",
-        *short,
-    )
+    training = partial(train, recipe, f"--checkpoint.checkpoint_dir={tmp_path}/run", *short)
     ranks.run(training, 1, init=False, timeout=250)
     answers = demo_vlm.ask((tmp_path / "run/LATEST/model/consolidated").resolve(), paths[:100])
     assert sum(answer == digit for answer, digit in zip(answers, expected[:100], strict=True)) >= 50

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.support.models.sizes import model_sizes
 from tests.support.servers.command_server import CommandServer
 
 ROOT = Path(__file__).parents[3]
@@ -36,13 +37,9 @@ def make_model(directory: Path) -> None:
 
     tokenizer = small_tokenizer(vocab_size=512)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
+        **model_sizes(
+            vocab=len(tokenizer), hidden=16, inner=32, layers=2, heads=2, kv_heads=2, positions=2048
+        ),
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

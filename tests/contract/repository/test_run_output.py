@@ -26,11 +26,7 @@ def test_a_run_with_seven_saves_prints_thirty_lines_in_a_pipe(
 ) -> None:
     words = ("--step_scheduler.ckpt_every_steps=9", "--step_scheduler.num_epochs=6", *SHORT)
     done = commands.run(
-        "ckpt-train",
-        str(RECIPE),
-        *words,
-        "--step_scheduler.ckpt_every_epochs=5",
-        cwd=tmp_path,
+        "ckpt-train", str(RECIPE), *words, "--step_scheduler.ckpt_every_epochs=5", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     printed = (done.stdout + done.stderr).splitlines()

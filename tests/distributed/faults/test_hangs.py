@@ -196,10 +196,7 @@ def test_the_ranks_of_one_node_restart(
         "torchrun train()": [*torchrun, "script.py"],
     }
     done = commands.run(
-        *words[program],
-        cwd=directory,
-        env={**environment(), **commands.on_path()},
-        timeout=120,
+        *words[program], cwd=directory, env={**environment(), **commands.on_path()}, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(re.findall(r"error: step (\d+) hangs: it takes .*\n(.*)\n", done.stderr))

@@ -139,10 +139,7 @@ SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_N
     [
         ({**SRUN, "SLURM_PROCID": "0"}, "ranks 1, 2, 3 of 4", "unset SLURM_PROCID"),
         pytest.param(
-            {"RANK": "1", "WORLD_SIZE": "2"},
-            "rank 0 of 2",
-            "unset RANK",
-            marks=pytest.mark.further,
+            {"RANK": "1", "WORLD_SIZE": "2"}, "rank 0 of 2", "unset RANK", marks=pytest.mark.further
         ),
         pytest.param(
             {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"},

@@ -20,10 +20,7 @@ from tests.support.runs import training
         (3, "{strategy: ddp}", "rank 1"),
         # Ranks 1 and 3 have the same shard, and no third rank has it.
         pytest.param(
-            4,
-            "{strategy: fsdp2, dp_replicate_size: 2}",
-            "rank 1, 3",
-            marks=pytest.mark.further,
+            4, "{strategy: fsdp2, dp_replicate_size: 2}", "rank 1, 3", marks=pytest.mark.further
         ),
     ],
 )
@@ -53,10 +50,7 @@ def corrupted(recipe: Path, directory: Path, *options: str) -> str:
     """Trains on replicas, of which one gets a flipped bit in the third step; how the run ends."""
     with pytest.raises(AutomodelError) as caught:
         training.train(
-            recipe,
-            f"--checkpoint.checkpoint_dir={directory}",
-            *options,
-            recipe_class=Corrupted,
+            recipe, f"--checkpoint.checkpoint_dir={directory}", *options, recipe_class=Corrupted
         )
     return str(caught.value)
 

@@ -126,7 +126,9 @@ class Broken(LLMFinetune.loop_class):
         return super().clip_gradients()
 
 
-@pytest.mark.parametrize("optimizer", ["torch.optim.SGD", None])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("torch.optim.SGD", marks=pytest.mark.further), None]
+)
 def test_an_update_that_is_not_finite_is_skipped_on_the_device(
     tmp_path: Path, optimizer: str | None, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_mixed_run_with_dropout_and_workers_goes_on_exactly_and_each_step_is_t
     assert len(set(steps)) == len(steps) == 4
 
 
+@pytest.mark.further
 def test_two_ranks_go_on_exactly(run: Run) -> None:
     code, out, err = run("--selftest-steps=4", MIXED, "--nproc-per-node=2", "--json")
     assert code == 0, err
@@ -74,8 +75,7 @@ def test_two_ranks_go_on_exactly(run: Run) -> None:
 
 @pytest.mark.further
 @pytest.mark.parametrize(
-    ("before", "after", "packs"),
-    [(1, 2, ()), (2, 1, ("--packed_sequence.size=32",))],
+    ("before", "after", "packs"), [(1, 2, ()), (2, 1, ("--packed_sequence.size=32",))]
 )
 def test_on_other_ranks_the_samples_are_the_same_and_the_losses_nearly(
     run: Run, before: int, after: int, packs: tuple[str, ...]

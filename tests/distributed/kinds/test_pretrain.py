@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from automodel_ckpt.errors import RecipeError
+from tests.distributed.kinds.test_training import run_each
 from tests.support import ranks
 from tests.support.models.tiny_model import tiny_llama
 from tests.support.runs.training import build, steps_of, train, write_recipe
@@ -76,12 +77,14 @@ def test_a_killed_run_continues_exactly_and_ranks_do_not_matter(tmp_path: Path) 
 
 
 def test_the_z_loss_is_a_metric_and_part_of_the_gradient(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, TEXT)
-    steps = ["--step_scheduler.max_steps=2", "--step_scheduler.ckpt_every_steps=null"]
-    run(recipe, "with", *steps)
-    run(recipe, "without", *steps, NO_VALIDATION, "--pretrain.z_loss=null")
-    # The loss head with a custom loss: complete logits.
-    run(recipe, "full", *steps, NO_VALIDATION, "--loss_fn._target_=torch.nn.CrossEntropyLoss")
+    steps = ("--step_scheduler.max_steps=2", "--step_scheduler.ckpt_every_steps=null")
+    runs = {
+        "with": steps,
+        "without": (*steps, NO_VALIDATION, "--pretrain.z_loss=null"),
+        # The loss head with a custom loss: complete logits.
+        "full": (*steps, NO_VALIDATION, "--loss_fn._target_=torch.nn.CrossEntropyLoss"),
+    }
+    run_each(tmp_path, runs, num_ranks=1, text=TEXT)
     first, full = (values_of(tmp_path / name)[0] for name in ("with", "full"))
     records = [
         json.loads(line) for line in (tmp_path / "without/training.jsonl").read_text().splitlines()
@@ -142,10 +145,7 @@ def test_rates_and_initial_values_by_width(tmp_path: Path) -> None:
             r"a sample is longer than a pack[\s\S]*hint:\s+set pretrain.split_documents true, or packed",
         ),
         (["--model.from_config.tie_word_embeddings=true"], "tied to the embedding"),
-        (
-            ["--optimizer={_target_: torch.optim.SGD, lr: 1e-2}"],
-            r"for AdamW[\s\S]*torch.optim.SGD",
-        ),
+        (["--optimizer={_target_: torch.optim.SGD, lr: 1e-2}"], r"for AdamW[\s\S]*torch.optim.SGD"),
     ],
 )
 def test_what_a_recipe_cannot_have_is_an_error(

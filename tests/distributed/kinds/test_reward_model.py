@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForSequenceClassification, PeftModel
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    pipeline,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from tests.fixtures.preference import tiny_policy
 from tests.support.runs.preference import step_records, write_recorded, write_rows

@@ -23,16 +23,12 @@ from transformers import (
 from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
 from tests.support.models.heads import LABELS, Heads, outputs
+from tests.support.models.sizes import model_sizes
 from tests.support.models.whole_state import whole_state
 from tests.support.runs.training import RECIPE, build, steps_of, train, write_recipe
 
 SETTINGS: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "vocab_size": 300,
+    **model_sizes(hidden=32, inner=48, layers=2, heads=4, positions=32, vocab=300),
     "pad_token_id": 0,
 }
 RANKS: dict[str, tuple[int, tuple[str, ...]]] = {

@@ -14,14 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.support import ranks
-from tests.support.runs.training import (
-    EXPORT,
-    RECIPE,
-    VALIDATION,
-    build,
-    train,
-    write_recipe,
-)
+from tests.support.runs.training import EXPORT, RECIPE, VALIDATION, build, train, write_recipe
 
 SETS = """
 validation_datasets:

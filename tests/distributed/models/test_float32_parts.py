@@ -26,6 +26,7 @@ from automodel_ckpt.models.layers.lora import Lora
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
 from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
 from tests.support import ranks
+from tests.support.models.sizes import model_sizes
 from tests.support.runs import parallel
 from tests.support.runs.parallel import VOCABULARY, global_batch, layout_here, train_steps
 
@@ -35,13 +36,8 @@ ROUTER = "model.layers.1.mlp.gate.weight"
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
     """A mixture of *dtype* whose routers, which are trained, stay in float32. One of its two layers has experts."""
     config = DeepseekV3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
+        **model_sizes(vocab=VOCABULARY, hidden=16, inner=16, layers=2, heads=2, kv_heads=2),
         initializer_range=0.3,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
         q_lora_rank=8,
         kv_lora_rank=8,
         qk_rope_head_dim=4,
@@ -188,13 +184,8 @@ def test_layers_get_positions_in_float32_if_the_model_computes_them_so() -> None
 def ernie() -> nn.Module:
     config = AutoConfig.for_model(
         "ernie4_5",
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
+        **model_sizes(vocab=VOCABULARY, hidden=16, inner=16, layers=2, heads=2, kv_heads=1),
         initializer_range=0.3,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
     )
     torch.manual_seed(0)
     model: nn.Module = AutoModelForCausalLM.from_config(config)
@@ -224,13 +215,8 @@ def test_an_output_layer_in_float32_gets_inputs_in_float32() -> None:
 def hunyuan() -> nn.Module:
     config = AutoConfig.for_model(
         "hy_v4",
-        vocab_size=8 * VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
+        **model_sizes(vocab=8 * VOCABULARY, hidden=16, inner=16, layers=1, heads=2, kv_heads=1),
         initializer_range=0.3,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=8,
         moe_intermediate_size=8,
         n_routed_experts=2,

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.cli.ckpt import main
 from tests.support import ranks
+from tests.support.models.sizes import model_sizes
 from tests.support.models.small_tokenizer import small_tokenizer
 from tests.support.runs.training import EXPORT, RECIPE, train, write_recipe
 
@@ -73,12 +74,7 @@ def mixture(directory: Path) -> None:
     """A mixture in bfloat16 with its tokenizer. transformers keeps its routers in float32."""
     config = AutoConfig.for_model(
         "ernie4_5_moe",
-        vocab_size=304,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        **model_sizes(vocab=304, hidden=16, inner=16, layers=2, heads=2, kv_heads=1),
         moe_num_experts=4,
         moe_intermediate_size=8,
         moe_k=2,

@@ -23,10 +23,15 @@ FULL = "--loss_fn={_target_: torch.nn.CrossEntropyLoss}"
     ("num_ranks", "cases"),
     [
         (1, [("single", "false", ENDS)]),
-        (2, [("fsdp2", "true", "[]"), ("tp", "false", ENDS)]),
+        (2, [("tp", "false", ENDS)]),
         pytest.param(
             2,
-            [("ddp", "false", "[]"), ("fsdp2", "true", EMBEDDING), ("tp", "true", "[]")],
+            [
+                ("ddp", "false", "[]"),
+                ("fsdp2", "true", "[]"),
+                ("fsdp2", "true", EMBEDDING),
+                ("tp", "true", "[]"),
+            ],
             marks=pytest.mark.further,
         ),
     ],

@@ -18,6 +18,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.distributed.kinds.test_training import lines_of_steps
 from tests.support import ranks
+from tests.support.models.sizes import model_sizes
 from tests.support.runs.training import MODEL, RECIPE, train, write_recipe
 
 MIXED = "--distributed.mixed_precision=bfloat16"
@@ -110,12 +111,7 @@ class Frozen(LLMFinetune):
 def write_base(directory: Path, float32: str) -> Path:
     """A model in bfloat16, of which the file has the tensor *float32* in float32."""
     config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
+        **model_sizes(vocab=300, hidden=16, inner=32, layers=2, heads=2, positions=16)
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.distributed.kinds.test_training import lines, lines_of_steps, run_each
 from tests.distributed.parallel.test_router_loss import ONE_STEP, one_step
 from tests.support import ranks
+from tests.support.models.sizes import model_sizes
 from tests.support.runs.training import RECIPE, VALIDATION, write_recipe
 from tests.support.runs.training_parts import uneven
 
@@ -37,13 +38,7 @@ def reference(weights: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.
         labels[row, :length] = torch.tensor(sample["labels"])
         mask[row, :length] = 1
     config = LlamaConfig(
-        vocab_size=304,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
+        **model_sizes(vocab=304, hidden=32, inner=48, layers=2, heads=4, kv_heads=2, positions=32),
         tie_word_embeddings=True,
     )
     model: Any = AutoModelForCausalLM.from_config(config)

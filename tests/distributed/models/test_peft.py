@@ -21,15 +21,7 @@ from automodel_ckpt.cli.train import main as ckpt_train
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from tests.distributed.kinds.test_training import lines_of_steps, run
 from tests.support import ranks
-from tests.support.runs.training import (
-    EXPORT,
-    RECIPE,
-    Recipe,
-    build,
-    steps_of,
-    train,
-    write_recipe,
-)
+from tests.support.runs.training import EXPORT, RECIPE, Recipe, build, steps_of, train, write_recipe
 from tests.support.runs.training_parts import TOKENS, WithLogits
 
 TEXT = RECIPE.replace("\ntokenizer:", "\npeft:\n  base_dir: BASE\n  dropout: 0.1\ntokenizer:", 1)
@@ -79,7 +71,7 @@ def recipe_in(directory: Path) -> Path:
 GROUPS = [
     pytest.param((1, "single", [*VARIANTS]), id="single", marks=pytest.mark.further),
     pytest.param((2, "fsdp2", ["lora"]), id="fsdp2"),
-    pytest.param((2, "ddp", ["dora"]), id="ddp"),
+    pytest.param((2, "ddp", ["dora"]), id="ddp", marks=pytest.mark.further),
 ]
 
 

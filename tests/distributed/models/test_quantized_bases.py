@@ -21,18 +21,13 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main
 from tests.support import ranks
+from tests.support.models.sizes import model_sizes
 from tests.support.models.small_tokenizer import small_tokenizer
 from tests.support.runs.training import EXPORT, RECIPE, train, write_recipe
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 304,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
+SIZES: dict[str, Any] = model_sizes(
+    vocab=304, hidden=64, inner=96, layers=2, heads=4, kv_heads=2, positions=32
+)
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -208,10 +203,7 @@ def test_the_shards_of_two_ranks_are_what_transformers_dequantizes(
         assert torch.equal(values[name], value), name
 
 
-ADAPTERS = [
-    ("gpt_oss", "mxfp4", "all-experts"),
-    ("llama", "compressed-tensors", "[]"),
-]
+ADAPTERS = [("gpt_oss", "mxfp4", "all-experts"), ("llama", "compressed-tensors", "[]")]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support import ranks
+from tests.support.models.sizes import model_sizes
 from tests.support.runs.training import MODEL, RECIPE, trained_weights, write_recipe
 
 TARGET = "model: {_target_: tests.distributed.models.test_running_statistics.%s}\n"
@@ -30,13 +31,7 @@ class Normalized(nn.Module):
 
 
 def normalized() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
+    config = LlamaConfig(**model_sizes(vocab=300, hidden=16, inner=16, layers=2, heads=2))
     model = LlamaForCausalLM(config)
     for layer in model.model.layers:
         layer.mlp = Normalized(layer.mlp, config.hidden_size)

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
+from tests.support.models.sizes import model_sizes
 from tests.support.runs.training import MODEL, RECIPE, trained_weights, write_recipe
 
 TARGET = "model: {_target_: tests.distributed.parallel.test_call_order.%s}\n"
@@ -46,13 +47,7 @@ def exiting() -> LlamaForCausalLM:
 
 
 def config() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-    )
+    return LlamaConfig(**model_sizes(vocab=300, hidden=16, inner=16, layers=4, heads=2))
 
 
 OPTIONS = (

@@ -32,13 +32,12 @@ def test_a_run_with_divided_rows_logs_what_one_rank_does_and_goes_on_exactly_and
     tmp_path: Path,
 ) -> None:
     text = RECIPE + VALIDATION
-    run(tmp_path, *FLAT, name="alone", text=text)
     saved = f"--checkpoint.restore_from={tmp_path / 'cut/epoch_0_step_2'}"
     runs = {"cut": (*FLAT, *CUT), "resumed": (*FLAT, *CUT, saved)}
     whole, resumed = run_each(tmp_path, runs, num_ranks=2, text=text)
     assert resumed == whole
     assert whole[0]["rng"] != whole[1]["rng"]  # dropout has to differ between slices
-    run(tmp_path, *FLAT, saved, name="on one", text=text)
+    run_each(tmp_path, {"alone": FLAT, "on one": (*FLAT, saved)}, num_ranks=1, text=text)
     alone = lines_of_steps(tmp_path / "alone/training.jsonl")
     for name in ("cut", "on one"):
         steps = lines_of_steps(tmp_path / name / "training.jsonl")

@@ -9,28 +9,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
 from tests.distributed.models.test_peft import assert_is_whole
 from tests.support import ranks
+from tests.support.models.sizes import model_sizes
 from tests.support.runs.training import RECIPE, Recipe, train, write_recipe
 from tests.support.runs.training_parts import TOKENS, WithLogits
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **model_sizes(vocab=300, hidden=16, inner=24, layers=2, heads=4, kv_heads=2, positions=32),
     "num_experts_per_tok": 2,
-    "max_position_embeddings": 32,
     "initializer_range": 0.3,
 }
 CONFIGS = {

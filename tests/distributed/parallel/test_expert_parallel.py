@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.kinds.test_training import failure, lines_of_steps, run, run_each
+from tests.distributed.kinds.test_training import failure, lines_of_steps, run_each
 from tests.support.models.experts import SIZES
 from tests.support.runs.training import EXPORT, RECIPE
 
@@ -72,11 +72,10 @@ def test_a_run_logs_what_one_rank_does_and_resumes_exactly_on_any_ranks(
 ) -> None:
     model = (*SGD, model_section(family))
     back = f"--checkpoint.restore_from={tmp_path / 'divided/epoch_0_step_2'}"
-    run(tmp_path, *model, EXPORT, name="one")
     divided = {"divided": (*model, *sizes, EXPORT), "resumed": (*model, *sizes, back)}
     whole, resumed = run_each(tmp_path, divided, num_ranks=num_ranks)
     assert resumed == whole
-    run(tmp_path, *model, back, name="on one")
+    run_each(tmp_path, {"one": (*model, EXPORT), "on one": (*model, back)}, num_ranks=1)
     expected = lines_of_steps(tmp_path / "one/training.jsonl")
     for name in ("divided", "resumed", "on one"):
         steps = lines_of_steps(tmp_path / name / "training.jsonl")

@@ -26,14 +26,10 @@ from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.models.hf_names import names_in_files
 from tests.support import ranks
 from tests.support.models import tiny
+from tests.support.models.sizes import model_sizes
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 16,
+    **model_sizes(hidden=8, inner=12, layers=1, heads=2, kv_heads=1, vocab=16),
     "num_experts_per_tok": 1,
 }
 CONFIGS = {

@@ -146,8 +146,8 @@ KINDS = {
 }
 
 
-FIRST = {"vlm_finetune", "embedding of an encoder", "dpo of adapters"}
-"""Images, documents of all ranks, and a reference. Others share their code; test_strategies.py has rows of text."""
+FIRST = {"embedding of an encoder", "dpo of adapters"}
+"""Documents of all ranks, and a reference. Others share their code; test_strategies.py has rows of text."""
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,12 @@ STAGES = "--distributed.pp_size=2"
 def test_a_pipeline_logs_what_one_rank_does_and_goes_on_exactly_and_on_other_ranks(
     tmp_path: Path,
 ) -> None:
-    run(tmp_path, *SHORT, name="alone", text=TEXT)
     back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
     runs = {"whole": (*SHORT, STAGES), "resumed": (*SHORT, STAGES, back)}
     whole, resumed = run_each(tmp_path, runs, num_ranks=2, text=TEXT)
     assert resumed == whole
     assert whole[0]["rng"] != whole[1]["rng"]
-    run(tmp_path, *SHORT, back, name="on one", text=TEXT)
+    run_each(tmp_path, {"alone": SHORT, "on one": (*SHORT, back)}, num_ranks=1, text=TEXT)
     alone, *others = (
         lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "whole", "on one")
     )

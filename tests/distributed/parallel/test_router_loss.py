@@ -19,10 +19,7 @@ from tests.support.runs.training import build, write_recipe
 from tests.support.runs.training_parts import uneven
 
 COEFFICIENT = 0.5
-SIZES = experts.SIZES | {
-    "output_router_logits": True,
-    "router_aux_loss_coef": COEFFICIENT,
-}
+SIZES = experts.SIZES | {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
 EXPERTS = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8},

@@ -15,6 +15,7 @@ from automodel_ckpt.models.layers.adapter import add_adapters
 from automodel_ckpt.models.layers.lora import Lora
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize, reshard
 from tests.support import ranks
+from tests.support.models.sizes import model_sizes
 from tests.support.runs.parallel import VOCABULARY, layout_here, model_of
 
 LAYERS = ["model.layers.0", "model.layers.1"]
@@ -104,11 +105,7 @@ def test_an_embedding_within_a_block_is_gathered_when_it_is_called_without_the_b
     def found() -> tuple[list[str], torch.Size]:
         config = AutoConfig.for_model(
             "modernbert",
-            vocab_size=LARGE_VOCABULARY,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
+            **model_sizes(vocab=LARGE_VOCABULARY, hidden=16, inner=16, layers=2, heads=2),
             pad_token_id=0,
             bos_token_id=1,
             eos_token_id=2,

@@ -15,9 +15,7 @@ from tests.distributed.kinds.test_training import failure, lines_of_steps, run, 
 from tests.support.runs.training import RECIPE
 
 LAYOUTS: dict[str, dict[str, str]] = {
-    "llama": {
-        "hsdp": "{strategy: fsdp2, dp_replicate_size: 2}",
-    },
+    "llama": {"hsdp": "{strategy: fsdp2, dp_replicate_size: 2}"},
     "qwen3": {
         "tp along the sequence": "{tp_size: 4, sequence_parallel: true}",
         "hsdp x tp": "{strategy: fsdp2, tp_size: 2, dp_replicate_size: 2}",
@@ -69,7 +67,6 @@ GRID = ("--distributed.tp_size=2", "--distributed.sequence_parallel=true")
 def test_a_tensor_parallel_run_logs_what_one_rank_does_and_goes_on_exactly(tmp_path: Path) -> None:
     text = RECIPE.replace("tie_word_embeddings: true", "tie_word_embeddings: false")
     options = (*FOUR_HEADS, *SHORT)
-    run(tmp_path, *options, name="alone", text=text)
     checkpoint = tmp_path / "whole" / "epoch_0_step_2"
     back = f"--checkpoint.restore_from={checkpoint}"
     runs = {"whole": (*options, *GRID), "resumed": (*options, *GRID, back)}
@@ -78,7 +75,8 @@ def test_a_tensor_parallel_run_logs_what_one_rank_does_and_goes_on_exactly(tmp_p
     assert (
         whole[0]["rng"] == whole[1]["rng"] != whole[2]["rng"]
     )  # what a group holds in common has to stay common
-    run(tmp_path, *options, back, name="on one", text=text)
+    on_one_rank = {"alone": options, "on one": (*options, back)}
+    run_each(tmp_path, on_one_rank, num_ranks=1, text=text)
     alone, grown, on_one = (
         lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "whole", "on one")
     )

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support import ranks
+from tests.support.models.sizes import model_sizes
 from tests.support.runs.training import MODEL, RECIPE, trained_weights, write_recipe
 
 NUM_EXPERTS = 4
@@ -59,13 +60,7 @@ class WithAttributes(LlamaForCausalLM):
 
 
 def looped(with_attributes: bool = False) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
+    config = LlamaConfig(**model_sizes(vocab=300, hidden=16, inner=16, layers=2, heads=2))
     model = (WithAttributes if with_attributes else LlamaForCausalLM)(config)
     for layer in model.model.layers:
         layer.mlp = LoopedExperts(config.hidden_size)

@@ -27,7 +27,11 @@ def expected_losses() -> dict[int, float]:
     return dict(enumerate(json.loads((TRAINER / "losses.json").read_text()), start=1))
 
 
-@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "ddp"), (2, "fsdp2")], ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"),
+    [pytest.param(1, "ddp", marks=pytest.mark.further), (2, "fsdp2")],
+    ids=str,
+)
 def test_a_run_of_the_trainer_continues_with_the_same_losses(
     tmp_path: Path, capsys: Capture, num_ranks: int, strategy: str
 ) -> None:

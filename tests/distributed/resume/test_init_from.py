@@ -308,9 +308,7 @@ def test_several_sources_fill_their_modules_and_a_later_one_replaces_an_earlier_
             source = both if name.startswith("model.layers.1.") else initial
             assert torch.equal(value, source[name]), name
     assert_rejected(
-        unexpected,
-        "- model.layers.1.decoder.weight: only there",
-        "init_from.N.allow_unexpected",
+        unexpected, "- model.layers.1.decoder.weight: only there", "init_from.N.allow_unexpected"
     )
     assert_rejected(missing, "+ model.layers.1.mlp.up_proj.weight: not there")
     assert isinstance(without_mlp, dict), without_mlp

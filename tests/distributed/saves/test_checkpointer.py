@@ -357,7 +357,5 @@ def save_alone(root: Path) -> tuple[int, int]:
     return Manifest.read(own / "LATEST").world_size, dist.get_world_size()
 
 
-def test_a_checkpointer_with_a_group_saves_for_the_ranks_of_this_group_only(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpointer_with_a_group_saves_for_the_ranks_of_this_group_only(tmp_path: Path) -> None:
     assert ranks.run(save_alone, 2, tmp_path) == [(1, 2)] * 2

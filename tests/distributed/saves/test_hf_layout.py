@@ -23,6 +23,7 @@ from tests.distributed.saves.test_checkpointer import build, whole_state
 from tests.support import ranks
 from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
+from tests.support.models.sizes import model_sizes
 
 STRATEGIES = {1: ["single"], 2: ["fsdp2", "ddp", "columns"]}
 """By number of ranks."""
@@ -111,11 +112,7 @@ def test_what_one_layout_of_ranks_saves_every_other_loads_bit_for_bit(tmp_path: 
 def make_base(directory: Path, *, tied: bool) -> None:
     """A base model in several files; *tied* it keeps the head beside the embedding all the same, as some do."""
     config = LlamaConfig(
-        vocab_size=67,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+        **model_sizes(vocab=67, hidden=16, inner=24, layers=2, heads=2),
         tie_word_embeddings=tied,
         initializer_range=0.3,
     )

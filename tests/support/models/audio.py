@@ -18,6 +18,7 @@ from transformers import AutoModelForMultimodalLM
 
 from automodel_ckpt.models.processor import read_processor, without_videos
 from tests.support.models import vision
+from tests.support.models.sizes import model_sizes
 from tests.support.models.vision import TEMPLATE, TEXT, tokenizer_with
 
 RATE = 16_000
@@ -228,11 +229,8 @@ def granite_speech(family: str = "GraniteSpeech") -> tuple[Any, Any]:
         },
         projector_config={
             "model_type": "blip_2_qformer",
-            "hidden_size": 32,
+            **model_sizes(hidden=32, layers=1, heads=2, inner=48),
             "encoder_hidden_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 48,
             "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0,
         },
@@ -259,10 +257,7 @@ def phi4_multimodal() -> tuple[Any, Any]:
         eos_token_id=2,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
+            **model_sizes(hidden=32, inner=48, layers=3, heads=2),
             "crop_size": 28,
             "image_size": 28,
             "patch_size": 14,

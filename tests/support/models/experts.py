@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.models.sizes import model_sizes
+
 SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "vocab_size": 304,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
+    **model_sizes(hidden=16, inner=16, layers=2, vocab=304, heads=2, kv_heads=2, positions=32),
     "num_experts_per_tok": 2,
-    "max_position_embeddings": 32,
     "initializer_range": 0.3,
 }
 GROUPED: dict[str, Any] = {

@@ -22,6 +22,7 @@ from automodel_ckpt.convert.formats.gguf.pre_tokenizers import (
     SINGLE_DIGITS,
 )
 from automodel_ckpt.convert.formats.gguf.sentencepiece import SPACE
+from tests.support.models.sizes import model_sizes
 
 _UNKNOWN, _BOS, _EOS, _PAD = "<unk>", "<s>", "</s>", "<pad>"
 _MARKER = "<|marker|>"
@@ -140,9 +141,7 @@ class TinyModel:
     def build(self, dtype: torch.dtype | None = None, vocab_size: int = 520) -> Any:
         """Build the model; the same weights in each call, rounded to *dtype*."""
         config = AutoConfig.for_model(
-            self.model_type,
-            vocab_size=vocab_size,
-            **{**_SIZES, **self.config},
+            self.model_type, vocab_size=vocab_size, **{**_SIZES, **self.config}
         )
         torch.manual_seed(3)
         make: Any = AutoModelForCausalLM.from_config
@@ -177,13 +176,8 @@ class TinyModel:
 
 
 _SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 160,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **model_sizes(hidden=128, inner=160, layers=4, heads=4, kv_heads=2, positions=256),
     "head_dim": 32,
-    "max_position_embeddings": 256,
     "initializer_range": 0.3,
     "bos_token_id": 1,
     "eos_token_id": 2,

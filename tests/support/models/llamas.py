@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.state.module_tensors import module_state
 from tests.support.models.shards import cut, write_assets, write_checkpoint
+from tests.support.models.sizes import model_sizes
 from tests.support.models.small_tokenizer import small_tokenizer
 
 LLAMA_3_ROPE = {
@@ -45,15 +46,11 @@ def llama_checkpoint(
     tokenizer = small_tokenizer(vocab_size)
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=vocab_size + 4,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **model_sizes(
+            vocab=vocab_size + 4, hidden=32, inner=56, layers=2, heads=4, kv_heads=2, positions=256
+        ),
         tie_word_embeddings=tied,
         initializer_range=0.3,
-        max_position_embeddings=256,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

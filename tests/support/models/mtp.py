@@ -21,11 +21,7 @@ HYBRID = {
     "linear_value_head_dim": 8,
     "head_dim": 8,
 }
-SHARED_EXPERT = {
-    "num_experts": 4,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8,
-}
+SHARED_EXPERT = {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
 MAMBA = {
     "layers_block_type": ["linear_attention", "moe", "full_attention"],
     "mamba_num_heads": 2,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.models.sizes import model_sizes
 from tests.support.models.small_tokenizer import small_tokenizer
 
 CONFIGURATION = """\
@@ -37,15 +38,9 @@ from transformers import PreTrainedTokenizerFast
 class TwinTokenizer(PreTrainedTokenizerFast):
     pass
 """
-SETTINGS: dict[str, Any] = {
-    "vocab_size": 304,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SETTINGS: dict[str, Any] = model_sizes(
+    vocab=304, hidden=32, inner=48, layers=2, heads=4, kv_heads=2, positions=64
+)
 
 
 def make_remote_model(directory: Path, *, model_type: str = "twin") -> Path:

@@ -14,16 +14,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.models.sizes import model_sizes
 from tests.support.models.small_tokenizer import small_tokenizer
 
 _SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **model_sizes(hidden=32, inner=48, layers=2, heads=4, kv_heads=2, positions=4096),
     "head_dim": 8,
-    "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
 _ROPE = {

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from tests.support.models.sizes import model_sizes
+
 
 def tiny_llama(**more: object) -> str:
     """The section ``model`` of a recipe: a Llama of 2 layers of width 32, with *more* fields of its configuration."""
     fields = {
         "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
+        **model_sizes(hidden=32, inner=48, layers=2, heads=4, kv_heads=2, positions=32),
         "initializer_range": 0.3,
         **more,
     }

@@ -16,23 +16,10 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from automodel_ckpt.models.processor import read_processor, without_videos
+from tests.support.models.sizes import model_sizes
 
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
-}
+TEXT = model_sizes(hidden=32, inner=48, layers=2, heads=2, kv_heads=2, positions=128)
+VISION = {**model_sizes(hidden=32, inner=48, layers=2, heads=2), "image_size": 16, "patch_size": 4}
 TEMPLATE = (
     "<s>{% for m in messages %}<|{{ m['role'] }}|>{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}IMAGE{% else %}{{ c['text'] }}{% endif %}{% endfor %}</s>{% endfor %}"

@@ -26,6 +26,7 @@ from tests.support.servers.networks import enter_network
 
 IDLE_SECONDS = 600
 """How long a rank does nothing that another one must end: longer than any test waits."""
+DISK_FULL = SaveFailed("cannot write", where="shard", value="ENOSPC", hint="make room")
 
 
 class FakeRecipe:
@@ -40,10 +41,7 @@ class FakeRecipe:
 
         if self.config.case == "wrong_everywhere":
             raise RecipeError(
-                "the data set is empty",
-                where="dataset",
-                value="0 samples",
-                hint="give it samples",
+                "the data set is empty", where="dataset", value="0 samples", hint="give it samples"
             )
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if self.size > 1:
@@ -95,6 +93,8 @@ class FakeRecipe:
         # In one write: the ranks share the pipe.
         sys.stdout.write(f"rank {self.rank} trained\n")
 
+    killed_at_the_end = fails_at_the_end = ok
+
     def train_until_stopped(self) -> None:
         self.note("training", "")
         while True:
@@ -108,8 +108,7 @@ class FakeRecipe:
                 )
             time.sleep(0.05)
 
-    def closes_slowly(self) -> None:
-        self.train_until_stopped()
+    closes_slowly = train_until_stopped
 
     def deaf_until_stopped(self) -> None:
         """As long as rank 0 does not step, rank 1 waits in a collective, where no Python handler runs."""
@@ -124,21 +123,15 @@ class FakeRecipe:
             time.sleep(IDLE_SECONDS)
         self.ok()
 
-    def killed_at_the_end(self) -> None:
-        self.ok()
-
-    def fails_at_the_end(self) -> None:
-        self.ok()
-
     def save_fails_on_all(self) -> None:
         import torch.distributed as dist
 
         from automodel_ckpt.parallel.ranks.agree import all_or_nothing
 
-        all_or_nothing(dist.group.WORLD, self.disk_full() if self.rank == 1 else None)
+        all_or_nothing(dist.group.WORLD, DISK_FULL if self.rank == 1 else None)
 
     def save_fails_on_one(self) -> None:
-        self.only_on_rank_1(self.disk_full())
+        self.only_on_rank_1(DISK_FULL)
 
     def value_error_on_one(self) -> None:
         self.only_on_rank_1(ValueError("boom"))
@@ -182,9 +175,6 @@ class FakeRecipe:
         if self.rank == 1:
             raise error
         self.step()
-
-    def disk_full(self) -> SaveFailed:
-        return SaveFailed("cannot write", where="shard", value="ENOSPC", hint="make room")
 
 
 def raise_in(module: str, error: Exception) -> None:

@@ -11,17 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.models.sizes import model_sizes
 from tools.gpu.ours import merged
 from tools.gpu.shapes import write_base
 
 VOCABULARY = 64_000
-SIZES = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 4096,
-}
+SIZES = model_sizes(hidden=1024, layers=8, heads=16, vocab=VOCABULARY, positions=4096)
 # As many keys as queries: without values on the device, packed rows take another way that repeats keys.
 GATED = {**SIZES, "intermediate_size": 4096, "num_key_value_heads": 16}
 LLAMA = {"model_type": "llama", **GATED, "tie_word_embeddings": False}
@@ -105,10 +100,7 @@ IMAGES: dict[str, Any] = {
             "model_type": "llava",
             "vision_config": {
                 "model_type": "clip_vision_model",
-                "hidden_size": 1024,
-                "intermediate_size": 4096,
-                "num_hidden_layers": 6,
-                "num_attention_heads": 16,
+                **model_sizes(hidden=1024, inner=4096, layers=6, heads=16),
                 "image_size": 336,
                 "patch_size": 14,
             },
@@ -176,11 +168,7 @@ CASES = {
         )
     ),
     "row by row ddp": Case(
-        merged(
-            ROW_BY_ROW,
-            {"distributed": {"strategy": "ddp"}, "model": {"dtype": "bfloat16"}},
-        ),
-        2,
+        merged(ROW_BY_ROW, {"distributed": {"strategy": "ddp"}, "model": {"dtype": "bfloat16"}}), 2
     ),
     "row by row fsdp2": Case(ROW_BY_ROW, 2),
     "row by row gpipe": Case(

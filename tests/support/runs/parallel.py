@@ -22,6 +22,7 @@ from automodel_ckpt.parallel.gradient_norm import clip_gradients
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import share_out
 from automodel_ckpt.parallel.parallelize import gradient_sync
+from tests.support.models.sizes import model_sizes
 
 VOCABULARY = 37  # divisible by nothing
 GLOBAL_BATCH = 8
@@ -39,12 +40,7 @@ def layout_here(**sizes: int) -> RankLayout:
 def config_of(kind: str = "llama", **settings: Any) -> Any:
     """Two layers; heads and widths that four ranks can share."""
     common: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "vocab_size": VOCABULARY,
+        **model_sizes(hidden=32, inner=48, layers=2, heads=4, kv_heads=4, vocab=VOCABULARY),
         "initializer_range": 0.3,
         "head_dim": 8,
     }

@@ -7,18 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.models.sizes import model_sizes
 from tools.gpu import ours
 from tools.gpu.shapes import Work
 from tools.support import step_lines
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+    **model_sizes(vocab=256, hidden=64, inner=96, layers=2, heads=4, kv_heads=2, positions=128),
     "initializer_range": 0.1,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -33,6 +33,8 @@ PART_BYTES = 16 << 10
 """Files of more bytes are uploaded in parts of this size."""
 _LFS_SUFFIXES = (".safetensors", ".bin", ".png")
 _REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
+_KIND = r"(?P<kind>models|datasets)"
+_REVISION = r"(?P<revision>[^/]+)"
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,6 @@ class HubServer:
         self.objects: dict[str, bytes] = {}
         """LFS objects that are complete, by SHA-256."""
         self.parts: dict[str, dict[int, bytes]] = {}
-        self.buckets: dict[str, dict[str, int]] = {}
-        """The sizes of the objects in each bucket. They can only be listed."""
         self.lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -149,13 +149,7 @@ class HubServer:
     def reset(self) -> None:
         """Forget all repositories, objects, requests and faults."""
         self.fault = self.after = None
-        for each in (
-            self.requests,
-            self.repositories,
-            self.objects,
-            self.parts,
-            self.buckets,
-        ):
+        for each in (self.requests, self.repositories, self.objects, self.parts):
             each.clear()
 
     def environment(self, home: str, *, token: str | None = TOKEN) -> dict[str, str]:
@@ -174,338 +168,303 @@ class HubServer:
         self._thread.join()
         self._server.server_close()
 
-    # ---------------------------------------------------------------- requests
-
-    def reply(self, request: Request, query: Mapping[str, list[str]], body: bytes) -> Reply:
-        for method, pattern, name in _ROUTES:
+    def reply(self, request: Request, body: bytes) -> Reply:
+        for methods, pattern, handle in _ROUTES:
             found = re.fullmatch(pattern, request.path)
-            if found and request.method in method:
-                handle: Callable[..., Reply] = getattr(self, f"_{name}")
+            if found and request.method in methods:
+                named = {name: text for name, text in found.groupdict().items() if text is not None}
                 with self.lock:
                     try:
-                        return handle(request, body, query, **found.groupdict())
+                        return handle(self, Call(request, body, **named))
                     except Refused as refused:
                         return refused.reply
         return error(404, "EntryNotFound", f"no route for {request.method} {request.path}")
 
-    def _user(self, request: Request) -> str | None:
-        return USER if request.headers.get("authorization") == f"Bearer {TOKEN}" else None
 
-    def _open(self, request: Request, repo: str, kind: str | None) -> Repository:
+@dataclass(frozen=True)
+class Call:
+    """A request with its body and the parts of its path."""
+
+    request: Request
+    body: bytes
+    repo: str = ""
+    kind: str = "models"
+    revision: str = "main"
+    path: str = ""
+    oid: str = ""
+    number: str | None = None
+
+    @property
+    def has_token(self) -> bool:
+        return self.request.headers.get("authorization") is not None
+
+    @property
+    def is_user(self) -> bool:
+        return self.request.headers.get("authorization") == f"Bearer {TOKEN}"
+
+    def check_user(self) -> None:
+        if not self.is_user:
+            raise Refused(error(401, message="Invalid username or password."))
+
+    def document(self) -> Any:
+        return json.loads(self.body)
+
+    def repository(self, hub: HubServer) -> Repository:
         """The repository. Raises :class:`Refused` for a user who may not read it."""
-        has_token = request.headers.get("authorization") is not None
-        if has_token and self._user(request) is None:
+        if self.has_token and not self.is_user:
             raise Refused(error(401, message="Invalid credentials in Authorization header"))
-        repository = self.repositories.get(((kind or "model").rstrip("s"), repo))
-        if repository is None or (repository.private and self._user(request) is None):
-            status = 404 if has_token else 401
-            code = "RepoNotFound" if has_token else ""
+        repository = hub.repositories.get((self.kind.rstrip("s"), self.repo))
+        if repository is None or (repository.private and not self.is_user):
+            status = 404 if self.has_token else 401
+            code = "RepoNotFound" if self.has_token else ""
             raise Refused(error(status, code, "Repository not found"))
         return repository
 
-    def _whoami(self, request: Request, body: bytes, query: Any) -> Reply:
-        if self._user(request) is None:
-            return error(401, message="Invalid username or password.")
-        return _json({"name": USER, "type": "user", "orgs": [], "auth": {"type": "access_token"}})
-
-    def _create(self, request: Request, body: bytes, query: Any) -> Reply:
-        if self._user(request) is None:
-            return error(401, message="Invalid username or password.")
-        given = json.loads(body)
-        name = f"{given.get('organization') or USER}/{given['name']}"
-        if name.split("/")[0] not in (USER, ORGANIZATION):
-            return error(
-                403, message="You don't have the rights to create a model under this namespace"
-            )
-        key = (given.get("type", "model"), name)
-        url = {"url": f"{self.endpoint}/{name}", "name": name}
-        if key in self.repositories:
-            return _json({**url, "error": "You already created this model repo"}, 409)
-        is_private = given.get("private") or given.get("visibility") == "private"
-        self.add(
-            name,
-            {".gitattributes": b"*.safetensors filter=lfs\n"},
-            key[0],
-            private=bool(is_private),
-        )
-        return _json(url)
-
-    def _validate_yaml(self, request: Request, body: bytes, query: Any) -> Reply:
-        return _json({"errors": [], "warnings": []})
-
-    def _info(
-        self,
-        request: Request,
-        body: bytes,
-        query: Any,
-        repo: str,
-        kind: str,
-        revision: str = "main",
-    ) -> Reply:
-        repository, commit = self._revision(request, repo, kind, revision)
-        siblings = [{"rfilename": path} for path in sorted(repository.commits[commit])]
-        document = {
-            "_id": "0",
-            "id": repo,
-            "sha": commit,
-            "private": repository.private,
-            "siblings": siblings,
-        }
-        return _json(
-            {**document, "gated": repository.gated, "tags": [], "downloads": 0, "likes": 0}
-        )
-
-    def _revision(
-        self, request: Request, repo: str, kind: str | None, revision: str
-    ) -> tuple[Repository, str]:
-        """The repository and the commit of a revision. Raises :class:`Refused`."""
-        repository = self._open(request, repo, kind)
-        commit = repository.resolve(unquote(revision))
+    def commit(self, hub: HubServer) -> tuple[Repository, str]:
+        """The repository and the commit of the revision. Raises :class:`Refused`."""
+        repository = self.repository(hub)
+        commit = repository.resolve(unquote(self.revision))
         if commit is None:
-            raise Refused(error(404, "RevisionNotFound", f"Invalid rev id: {revision}"))
+            raise Refused(error(404, "RevisionNotFound", f"Invalid rev id: {self.revision}"))
         return repository, commit
 
-    def _tree(
-        self, request: Request, body: bytes, query: Any, repo: str, kind: str, revision: str
-    ) -> Reply:
-        repository, commit = self._revision(request, repo, kind, revision)
-        entries = [
-            self._entry(path, data) for path, data in sorted(repository.commits[commit].items())
-        ]
-        return _json(entries)
-
-    def _paths_info(
-        self, request: Request, body: bytes, query: Any, repo: str, kind: str, revision: str
-    ) -> Reply:
-        repository, commit = self._revision(request, repo, kind, revision)
-        files = repository.commits[commit]
-        wanted = (
-            parse_qs(body.decode()).get("paths", [])
-            if body[:1] != b"{"
-            else json.loads(body)["paths"]
-        )
-        return _json([self._entry(path, files[path]) for path in wanted if path in files])
-
-    def _entry(self, path: str, data: bytes) -> dict[str, Any]:
-        entry: dict[str, Any] = {
-            "type": "file",
-            "path": path,
-            "size": len(data),
-            "oid": _git_hash(data),
-        }
-        if _is_lfs(path):
-            entry["lfs"] = {"oid": _sha256(data), "size": len(data), "pointerSize": 130}
-        return entry
-
-    def _refs(self, request: Request, body: bytes, query: Any, repo: str, kind: str) -> Reply:
-        repository = self._open(request, repo, kind)
-        branches = [
-            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
-            for name, commit in repository.branches.items()
-        ]
-        return _json({"branches": branches, "tags": [], "converts": []})
-
-    def _commits(
-        self, request: Request, body: bytes, query: Any, repo: str, kind: str, revision: str
-    ) -> Reply:
-        repository, commit = self._revision(request, repo, kind, revision)
-        entries: list[dict[str, Any]] = []
-        for name in repository.history(commit):
-            date = "2026-01-01T00:00:00.000Z"
-            entries.append({"id": name, "title": "", "message": "", "authors": [], "date": date})
-        return _json(entries)
-
-    def _branch(
-        self, request: Request, body: bytes, query: Any, repo: str, kind: str, branch: str
-    ) -> Reply:
-        repository = self._open(request, repo, kind)
-        name = unquote(branch)
-        if name in repository.branches:
-            return error(409, message=f"Reference already exists: {name}")
-        start = json.loads(body or b"{}").get("startingPoint", "main")
-        repository.branches[name] = repository.branches.get(start, start)
-        return _json({})
-
-    def _tag(
-        self, request: Request, body: bytes, query: Any, repo: str, kind: str, revision: str
-    ) -> Reply:
-        repository, commit = self._revision(request, repo, kind, revision)
-        repository.tags[json.loads(body)["tag"]] = commit
-        return _json({})
-
-    def _auth_check(self, request: Request, body: bytes, query: Any, repo: str, kind: str) -> Reply:
-        self._open(request, repo, kind)
-        return _json({})
-
-    def _preupload(
-        self, request: Request, body: bytes, query: Any, repo: str, kind: str, revision: str
-    ) -> Reply:
-        repository, commit = self._revision(request, repo, kind, revision)
-        files = repository.commits[commit]
-        replies = []
-        for file in json.loads(body)["files"]:
-            path = file["path"]
-            mode = "lfs" if _is_lfs(path) else "regular"
-            entry = {"path": path, "uploadMode": mode, "shouldIgnore": False}
-            if path in files:
-                data = files[path]
-                entry["oid"] = _sha256(data) if _is_lfs(path) else _git_hash(data)
-            replies.append(entry)
-        return _json({"files": replies})
-
-    def _commit(
-        self, request: Request, body: bytes, query: Any, repo: str, kind: str, revision: str
-    ) -> Reply:
-        if self._user(request) is None:
-            return error(403, message="You don't have write access")
-        repository, parent = self._revision(request, repo, kind, revision)
-        files, message = dict(repository.commits[parent]), ""
-        for line in body.splitlines():
-            item = json.loads(line)
-            value = item["value"]
-            if item["key"] == "header":
-                message = value["summary"]
-                if value.get("parentCommit") not in (None, parent):
-                    return error(
-                        412, message="A commit has happened since. Please refresh and try again."
-                    )
-            elif item["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif item["key"] == "lfsFile":
-                if value["oid"] not in self.objects:
-                    return error(400, message=f"LFS object {value['oid']} was not uploaded")
-                files[value["path"]] = self.objects[value["oid"]]
-            elif item["key"] == "deletedFile":
-                files.pop(value["path"])
-        name = repository.commit(unquote(revision), files, message)
-        return _json({"commitUrl": f"{self.endpoint}/{repo}/commit/{name}", "commitOid": name})
-
-    # ---------------------------------------------------------------- large files
-
-    def _lfs_batch(
-        self, request: Request, body: bytes, query: Any, repo: str, kind: str | None = None
-    ) -> Reply:
-        if self._user(request) is None:
-            return error(401, message="Invalid username or password.")
-        objects = []
-        for each in json.loads(body)["objects"]:
-            oid, size = each["oid"], each["size"]
-            entry: dict[str, Any] = {"oid": oid, "size": size}
-            if oid not in self.objects:
-                entry["actions"] = {"upload": self._upload_action(oid, size)}
-                entry["actions"]["verify"] = {"href": f"{self.endpoint}/lfs/verify/{oid}"}
-            objects.append(entry)
-        return _json({"transfer": "multipart", "objects": objects})
-
-    def _upload_action(self, oid: str, size: int) -> dict[str, Any]:
-        if size <= PART_BYTES:
-            return {"href": f"{self.endpoint}/lfs/{oid}"}
-        header = {"chunk_size": str(PART_BYTES)}
-        for number in range(-(-size // PART_BYTES)):
-            header[f"{number + 1:05}"] = f"{self.endpoint}/lfs/{oid}/{number + 1}"
-        return {"href": f"{self.endpoint}/lfs/complete/{oid}", "header": header}
-
-    def _lfs_put(
-        self, request: Request, body: bytes, query: Any, oid: str, number: str | None = None
-    ) -> Reply:
-        if number is None:
-            return self._store(oid, body)
-        self.parts.setdefault(oid, {})[int(number)] = body
-        return Reply(200, b"", {"ETag": f'"{number}"'})
-
-    def _lfs_complete(self, request: Request, body: bytes, query: Any, oid: str) -> Reply:
-        parts = self.parts.pop(oid)
-        return self._store(oid, b"".join(parts[number] for number in sorted(parts)))
-
-    def _store(self, oid: str, data: bytes) -> Reply:
-        if _sha256(data) != oid:
-            return error(400, message="the content does not have this SHA-256")
-        self.objects[oid] = data
-        return _json({})
-
-    def _lfs_verify(self, request: Request, body: bytes, query: Any, oid: str) -> Reply:
-        return _json({}) if oid in self.objects else error(404)
-
-    # ---------------------------------------------------------------- buckets
-
-    def _bucket(self, request: Request, body: bytes, query: Any, repo: str) -> Reply:
-        size = sum(self.buckets[repo].values())
-        facts = {"id": repo, "private": True, "createdAt": "2026-01-01T00:00:00.000Z"}
-        return _json({**facts, "size": size, "totalFiles": len(self.buckets[repo])})
-
-    def _bucket_tree(
-        self, request: Request, body: bytes, query: Any, repo: str, prefix: str
-    ) -> Reply:
-        entries = []
-        for path, size in self.buckets[repo].items():
-            if path.startswith(f"{unquote(prefix)}/"):
-                entries.append({"type": "file", "path": path, "size": size, "xetHash": "0" * 64})
-        return _json(entries)
-
-    # ---------------------------------------------------------------- downloads
-
-    def _resolve(
-        self,
-        request: Request,
-        body: bytes,
-        query: Any,
-        repo: str,
-        revision: str,
-        path: str,
-        kind: str | None = None,
-    ) -> Reply:
-        repository, commit = self._revision(request, repo, kind, revision)
-        if repository.gated:
-            status = 403 if self._user(request) else 401
-            return error(
-                status,
-                "GatedRepo",
-                f"Access to model {repo} is restricted. Visit it to ask for access.",
-            )
-        data = repository.commits[commit].get(unquote(path))
-        headers = {"X-Repo-Commit": commit}
-        if data is None:
-            missing = error(404, "EntryNotFound", "Entry not found")
-            return Reply(404, b"", {**missing.headers, **headers})
-        etag = _sha256(data) if _is_lfs(path) else _git_hash(data)
-        headers |= {"ETag": f'"{etag}"', "Accept-Ranges": "bytes", "X-Linked-Size": str(len(data))}
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
-        if wanted is None:
-            return Reply(200, data, headers)
-        start = int(wanted[1])
-        end = int(wanted[2]) + 1 if wanted[2] else len(data)
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
-        return Reply(206, data[start:end], headers)
+    def files(self, hub: HubServer) -> dict[str, bytes]:
+        """The files of the revision. Raises :class:`Refused`."""
+        repository, commit = self.commit(hub)
+        return repository.commits[commit]
 
 
-_KIND = r"(?P<kind>models|datasets)"
-_ROUTES = (
-    (("GET",), r"/api/whoami-v2", "whoami"),
-    (("POST",), r"/api/repos/create", "create"),
-    (("GET",), rf"/api/buckets/{_REPO}", "bucket"),
-    (("GET",), rf"/api/buckets/{_REPO}/tree/(?P<prefix>.+)", "bucket_tree"),
-    (("POST",), r"/api/validate-yaml", "validate_yaml"),
-    (("GET",), rf"/api/{_KIND}/{_REPO}", "info"),
-    (("GET",), rf"/api/{_KIND}/{_REPO}/revision/(?P<revision>[^/]+)", "info"),
-    (("GET",), rf"/api/{_KIND}/{_REPO}/tree/(?P<revision>[^/]+)/?", "tree"),
-    (("POST",), rf"/api/{_KIND}/{_REPO}/paths-info/(?P<revision>[^/]+)", "paths_info"),
-    (("GET",), rf"/api/{_KIND}/{_REPO}/refs", "refs"),
-    (("GET",), rf"/api/{_KIND}/{_REPO}/commits/(?P<revision>[^/]+)", "commits"),
-    (("POST",), rf"/api/{_KIND}/{_REPO}/branch/(?P<branch>.+)", "branch"),
-    (("POST",), rf"/api/{_KIND}/{_REPO}/tag/(?P<revision>[^/]+)", "tag"),
-    (("GET",), rf"/api/{_KIND}/{_REPO}/auth-check", "auth_check"),
-    (("POST",), rf"/api/{_KIND}/{_REPO}/preupload/(?P<revision>[^/]+)", "preupload"),
-    (("POST",), rf"/api/{_KIND}/{_REPO}/commit/(?P<revision>[^/]+)", "commit"),
-    (("POST",), rf"/{_REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
-    (("PUT",), r"/lfs/(?P<oid>[0-9a-f]{64})(?:/(?P<number>\d+))?", "lfs_put"),
-    (("POST",), r"/lfs/complete/(?P<oid>[0-9a-f]{64})", "lfs_complete"),
-    (("POST",), r"/lfs/verify/(?P<oid>[0-9a-f]{64})", "lfs_verify"),
-    (
-        ("GET", "HEAD"),
-        rf"/(?:(?P<kind>datasets)/)?{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)",
-        "resolve",
-    ),
-)
+Handle = Callable[[HubServer, Call], Reply]
+_ROUTES: list[tuple[tuple[str, ...], str, Handle]] = []
+
+
+def _route(methods: str, *patterns: str) -> Callable[[Handle], Handle]:
+    """Let the function answer requests with one of *methods* and a path of one of *patterns*."""
+
+    def add(handle: Handle) -> Handle:
+        _ROUTES.extend((tuple(methods.split()), pattern, handle) for pattern in patterns)
+        return handle
+
+    return add
+
+
+@_route("GET", r"/api/whoami-v2")
+def _whoami(hub: HubServer, call: Call) -> Reply:
+    call.check_user()
+    return _json({"name": USER, "type": "user", "orgs": [], "auth": {"type": "access_token"}})
+
+
+@_route("POST", r"/api/repos/create")
+def _create(hub: HubServer, call: Call) -> Reply:
+    call.check_user()
+    given = call.document()
+    name = f"{given.get('organization') or USER}/{given['name']}"
+    if name.split("/")[0] not in (USER, ORGANIZATION):
+        message = "You don't have the rights to create a model under this namespace"
+        return error(403, message=message)
+    kind = given.get("type", "model")
+    url = {"url": f"{hub.endpoint}/{name}", "name": name}
+    if (kind, name) in hub.repositories:
+        return _json({**url, "error": "You already created this model repo"}, 409)
+    is_private = given.get("private") or given.get("visibility") == "private"
+    attributes = {".gitattributes": b"*.safetensors filter=lfs\n"}
+    hub.add(name, attributes, kind, private=bool(is_private))
+    return _json(url)
+
+
+@_route("POST", r"/api/validate-yaml")
+def _validate_yaml(hub: HubServer, call: Call) -> Reply:
+    return _json({"errors": [], "warnings": []})
+
+
+@_route("GET", rf"/api/{_KIND}/{_REPO}", rf"/api/{_KIND}/{_REPO}/revision/{_REVISION}")
+def _info(hub: HubServer, call: Call) -> Reply:
+    repository, commit = call.commit(hub)
+    siblings = [{"rfilename": path} for path in sorted(repository.commits[commit])]
+    document = {"_id": "0", "id": call.repo, "sha": commit, "siblings": siblings}
+    document |= {"private": repository.private, "gated": repository.gated}
+    return _json({**document, "tags": [], "downloads": 0, "likes": 0})
+
+
+@_route("GET", rf"/api/{_KIND}/{_REPO}/tree/{_REVISION}/?")
+def _tree(hub: HubServer, call: Call) -> Reply:
+    return _json([_entry(path, data) for path, data in sorted(call.files(hub).items())])
+
+
+@_route("POST", rf"/api/{_KIND}/{_REPO}/paths-info/{_REVISION}")
+def _paths_info(hub: HubServer, call: Call) -> Reply:
+    files = call.files(hub)
+    is_form = call.body[:1] != b"{"
+    found = parse_qs(call.body.decode()) if is_form else call.document()
+    wanted = found.get("paths", [])
+    return _json([_entry(path, files[path]) for path in wanted if path in files])
+
+
+def _entry(path: str, data: bytes) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data)}
+    entry["oid"] = _git_hash(data)
+    if _is_lfs(path):
+        entry["lfs"] = {"oid": _sha256(data), "size": len(data), "pointerSize": 130}
+    return entry
+
+
+@_route("GET", rf"/api/{_KIND}/{_REPO}/refs")
+def _refs(hub: HubServer, call: Call) -> Reply:
+    branches = []
+    for name, commit in call.repository(hub).branches.items():
+        branches.append({"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit})
+    return _json({"branches": branches, "tags": [], "converts": []})
+
+
+@_route("GET", rf"/api/{_KIND}/{_REPO}/commits/{_REVISION}")
+def _commits(hub: HubServer, call: Call) -> Reply:
+    repository, commit = call.commit(hub)
+    entries: list[dict[str, Any]] = []
+    for name in repository.history(commit):
+        date = "2026-01-01T00:00:00.000Z"
+        entries.append({"id": name, "title": "", "message": "", "authors": [], "date": date})
+    return _json(entries)
+
+
+@_route("POST", rf"/api/{_KIND}/{_REPO}/branch/(?P<path>.+)")
+def _branch(hub: HubServer, call: Call) -> Reply:
+    repository, name = call.repository(hub), unquote(call.path)
+    if name in repository.branches:
+        return error(409, message=f"Reference already exists: {name}")
+    start = json.loads(call.body or b"{}").get("startingPoint", "main")
+    repository.branches[name] = repository.branches.get(start, start)
+    return _json({})
+
+
+@_route("POST", rf"/api/{_KIND}/{_REPO}/tag/{_REVISION}")
+def _tag(hub: HubServer, call: Call) -> Reply:
+    repository, commit = call.commit(hub)
+    repository.tags[call.document()["tag"]] = commit
+    return _json({})
+
+
+@_route("GET", rf"/api/{_KIND}/{_REPO}/auth-check")
+def _auth_check(hub: HubServer, call: Call) -> Reply:
+    call.repository(hub)
+    return _json({})
+
+
+@_route("POST", rf"/api/{_KIND}/{_REPO}/preupload/{_REVISION}")
+def _preupload(hub: HubServer, call: Call) -> Reply:
+    files = call.files(hub)
+    replies = []
+    for file in call.document()["files"]:
+        path = file["path"]
+        mode = "lfs" if _is_lfs(path) else "regular"
+        entry = {"path": path, "uploadMode": mode, "shouldIgnore": False}
+        if path in files:
+            data = files[path]
+            entry["oid"] = _sha256(data) if _is_lfs(path) else _git_hash(data)
+        replies.append(entry)
+    return _json({"files": replies})
+
+
+@_route("POST", rf"/api/{_KIND}/{_REPO}/commit/{_REVISION}")
+def _commit(hub: HubServer, call: Call) -> Reply:
+    if not call.is_user:
+        return error(403, message="You don't have write access")
+    repository, parent = call.commit(hub)
+    files, message = dict(repository.commits[parent]), ""
+    for line in call.body.splitlines():
+        item = json.loads(line)
+        value = item["value"]
+        if item["key"] == "header":
+            message = value["summary"]
+            if value.get("parentCommit") not in (None, parent):
+                reason = "A commit has happened since. Please refresh and try again."
+                return error(412, message=reason)
+        elif item["key"] == "file":
+            files[value["path"]] = base64.b64decode(value["content"])
+        elif item["key"] == "lfsFile":
+            if value["oid"] not in hub.objects:
+                return error(400, message=f"LFS object {value['oid']} was not uploaded")
+            files[value["path"]] = hub.objects[value["oid"]]
+        elif item["key"] == "deletedFile":
+            files.pop(value["path"])
+    name = repository.commit(unquote(call.revision), files, message)
+    return _json({"commitUrl": f"{hub.endpoint}/{call.repo}/commit/{name}", "commitOid": name})
+
+
+# ---------------------------------------------------------------- large files
+
+
+@_route("POST", rf"/{_REPO}\.git/info/lfs/objects/batch")
+def _lfs_batch(hub: HubServer, call: Call) -> Reply:
+    call.check_user()
+    objects = []
+    for each in call.document()["objects"]:
+        oid, size = each["oid"], each["size"]
+        entry: dict[str, Any] = {"oid": oid, "size": size}
+        if oid not in hub.objects:
+            entry["actions"] = {"upload": _upload_action(hub, oid, size)}
+            entry["actions"]["verify"] = {"href": f"{hub.endpoint}/lfs/verify/{oid}"}
+        objects.append(entry)
+    return _json({"transfer": "multipart", "objects": objects})
+
+
+def _upload_action(hub: HubServer, oid: str, size: int) -> dict[str, Any]:
+    if size <= PART_BYTES:
+        return {"href": f"{hub.endpoint}/lfs/{oid}"}
+    header = {"chunk_size": str(PART_BYTES)}
+    for number in range(-(-size // PART_BYTES)):
+        header[f"{number + 1:05}"] = f"{hub.endpoint}/lfs/{oid}/{number + 1}"
+    return {"href": f"{hub.endpoint}/lfs/complete/{oid}", "header": header}
+
+
+@_route("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})(?:/(?P<number>\d+))?")
+def _lfs_put(hub: HubServer, call: Call) -> Reply:
+    if call.number is None:
+        return _store(hub, call.oid, call.body)
+    hub.parts.setdefault(call.oid, {})[int(call.number)] = call.body
+    return Reply(200, b"", {"ETag": f'"{call.number}"'})
+
+
+@_route("POST", r"/lfs/complete/(?P<oid>[0-9a-f]{64})")
+def _lfs_complete(hub: HubServer, call: Call) -> Reply:
+    parts = hub.parts.pop(call.oid)
+    return _store(hub, call.oid, b"".join(parts[number] for number in sorted(parts)))
+
+
+def _store(hub: HubServer, oid: str, data: bytes) -> Reply:
+    if _sha256(data) != oid:
+        return error(400, message="the content does not have this SHA-256")
+    hub.objects[oid] = data
+    return _json({})
+
+
+@_route("POST", r"/lfs/verify/(?P<oid>[0-9a-f]{64})")
+def _lfs_verify(hub: HubServer, call: Call) -> Reply:
+    return _json({}) if call.oid in hub.objects else error(404)
+
+
+# ---------------------------------------------------------------- downloads
+
+
+@_route("GET HEAD", rf"/(?:(?P<kind>datasets)/)?{_REPO}/resolve/{_REVISION}/(?P<path>.+)")
+def _resolve(hub: HubServer, call: Call) -> Reply:
+    repository, commit = call.commit(hub)
+    if repository.gated:
+        message = f"Access to model {call.repo} is restricted. Visit it to ask for access."
+        return error(403 if call.is_user else 401, "GatedRepo", message)
+    data = repository.commits[commit].get(unquote(call.path))
+    headers = {"X-Repo-Commit": commit}
+    if data is None:
+        missing = error(404, "EntryNotFound", "Entry not found")
+        return Reply(404, b"", {**missing.headers, **headers})
+    etag = _sha256(data) if _is_lfs(call.path) else _git_hash(data)
+    headers |= {"ETag": f'"{etag}"', "Accept-Ranges": "bytes", "X-Linked-Size": str(len(data))}
+    wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", call.request.headers.get("range", ""))
+    if wanted is None:
+        return Reply(200, data, headers)
+    start = int(wanted[1])
+    end = int(wanted[2]) + 1 if wanted[2] else len(data)
+    headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+    return Reply(206, data[start:end], headers)
 
 
 def _json(value: object, status: int = 200) -> Reply:
@@ -538,7 +497,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             reply = self.hub.fault(request) if self.hub.fault is not None else None
             if reply is None:
-                reply = self.hub.reply(request, parse_qs(url.query), body)
+                reply = self.hub.reply(request, body)
             if self.hub.after is not None:
                 self.hub.after(request)
         except Reset:

@@ -324,12 +324,7 @@ def test_help_and_version_are_instant_and_no_command_imports_torch(tmp_path: Pat
     checkpoint_in(tmp_path, 20)
     code = "import sys; from automodel_ckpt.cli.ckpt import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
     code += "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    for arguments in (
-        ["--help"],
-        ["--version"],
-        ["chat", "nowhere"],
-        ["consolidate", "."],
-    ):
+    for arguments in (["--help"], ["--version"], ["chat", "nowhere"], ["consolidate", "."]):
         started = seconds_of_children()
         subprocess.run(
             [sys.executable, "-c", code, *arguments], check=True, cwd=tmp_path, capture_output=True

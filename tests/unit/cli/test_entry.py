@@ -53,11 +53,7 @@ def test_an_interrupt_during_the_imports_prints_nothing(name: str, at: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "at"),
-    [
-        (["generate", "RUN", "-p", "a"], "torch"),
-        (["chat", "RUN"], "torch"),
-    ],
+    ("words", "at"), [(["generate", "RUN", "-p", "a"], "torch"), (["chat", "RUN"], "torch")]
 )
 def test_an_interrupt_during_the_import_of_a_large_library_prints_nothing(
     tmp_path: Path, words: list[str], at: str

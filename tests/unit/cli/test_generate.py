@@ -78,11 +78,7 @@ def generated(capsys: Capture, *words: str) -> dict[str, Any]:
     ],
 )
 def test_arguments_that_libraries_cannot_read_are_errors(
-    capsys: Capture,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    message: str,
+    capsys: Capture, model: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
     assert main(["generate", str(model), *words]) == 2

@@ -15,6 +15,7 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.models.loading import _model_of, _takes_images
 from automodel_ckpt.models.measure import generation
 from automodel_ckpt.models.measure.generation import Sampling
+from tests.support.models.sizes import model_sizes
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 
 
@@ -24,13 +25,7 @@ def test_a_model_that_caps_its_attention_scores_gets_no_sdpa_which_has_no_cap(
     # As in transformers 5.17.
     monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
     config = transformers.Gemma2Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=64,
+        **model_sizes(hidden=32, inner=48, layers=1, heads=2, kv_heads=1, vocab=64), head_dim=16
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = _model_of(str(tmp_path), {"dtype": "auto", "trust_remote_code": False}, None)

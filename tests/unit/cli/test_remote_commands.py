@@ -118,10 +118,7 @@ def test_commands_read_headers_and_no_tensors(
 
 @pytest.mark.parametrize("is_remote", [(True, True), (True, False), (False, True)])
 def test_diff_compares_a_store_by_digests(
-    is_remote: tuple[bool, bool],
-    read: Requests,
-    local: Path,
-    capsys: pytest.CaptureFixture[str],
+    is_remote: tuple[bool, bool], read: Requests, local: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [
         f"{URL}/{name}" if remote else str(local / name)
@@ -328,10 +325,7 @@ def test_a_checkpoint_that_is_removed_from_the_store_during_a_verification_is_no
 
 
 def test_an_upload_is_as_recent_as_the_large_file_that_it_sends(
-    local: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     later = time.time() + 25 * 3600
 

@@ -83,9 +83,7 @@ def test_numbers_stand_to_the_right_and_wide_characters_count_double() -> None:
     assert printable("a\udcffb\tc") == "a\\udcffb\\tc"
 
 
-def test_color_follows_the_terminal_unless_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_color_follows_the_terminal_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert colored("a", "red", sys.__stdout__) == "a" or sys.__stdout__.isatty()
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -273,9 +273,7 @@ def test_a_task_for_skypilot_needs_a_store_and_recovers_after_a_save(
     )
 
 
-def test_a_run_that_waits_for_uploads_has_time_for_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_that_waits_for_uploads_has_time_for_them(capsys: pytest.CaptureFixture[str]) -> None:
     url = "--checkpoint.remote.url=file:///store"
     wait = "--checkpoint.remote.wait_after_signal_seconds=600"
     assert "--signal=USR1@630" in written(capsys, "slurm", url, wait)
@@ -311,11 +309,7 @@ def test_mistakes_are_reported(
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("k8s", "kubernetes/trainjob.yaml"),
-        ("skypilot", "skypilot/train.yaml"),
-    ],
+    ("kind", "name"), [("k8s", "kubernetes/trainjob.yaml"), ("skypilot", "skypilot/train.yaml")]
 )
 def test_the_examples_are_what_the_command_writes(
     kind: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ from automodel_ckpt.checkpoint import HFAssets
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.integrations.transformers import CheckpointCallback
+from tests.support.models.sizes import model_sizes
 
 NUM_SAMPLES = 20
 STEPS_PER_EPOCH = 5
@@ -75,11 +76,7 @@ def make_trainer(
     **settings: Any,
 ) -> tuple[Trainer, Record]:
     config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
+        **model_sizes(vocab=32, hidden=16, inner=16, layers=1, heads=2),
         attention_dropout=0.2,
         initializer_range=0.3,
     )

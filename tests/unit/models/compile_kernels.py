@@ -58,10 +58,7 @@ OF_8_BITS = {"HAS_BITS": True, "LANES": 32, "ROWS": 4, "PARTS": 2}
 OF_8_BITS |= {"KEEPS_AVERAGE": True, "KEEPS_SQUARE": True}
 CONSTANTS = {**OF_LOSSES, **OF_HEADS, **OF_ADAMW, **OF_8_BITS}
 KERNELS = {
-    loss_kernels: (
-        loss_kernels._losses_and_errors,
-        loss_kernels._scale,
-    ),
+    loss_kernels: (loss_kernels._losses_and_errors, loss_kernels._scale),
     gate_kernels: (gate_kernels._product, gate_kernels._gradients),
     rotary_kernels: (rotary_kernels._rotate,),
     adamw_kernel: (adamw_kernel._update,),

@@ -8,15 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    MixtralConfig,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.tensor_parallel import apply_plan
 from automodel_ckpt.parallel.tensor_plan import check_heads, check_plan_support, plan_for
+from tests.support.models.sizes import model_sizes
 from tests.support.runs.parallel import config_of
 
 
@@ -65,12 +62,7 @@ def test_a_given_plan_takes_the_place_of_the_models_own() -> None:
         (config_of(intermediate_size=45), None, "(out_features 45 is not a multiple)"),
         (
             MixtralConfig(
-                hidden_size=8,
-                intermediate_size=8,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                vocab_size=9,
-                num_key_value_heads=2,
+                **model_sizes(hidden=8, inner=8, layers=1, heads=2, vocab=9, kv_heads=2),
                 num_local_experts=2,
             ),
             None,

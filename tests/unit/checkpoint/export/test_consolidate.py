@@ -18,14 +18,7 @@ from safetensors.torch import load_file
 
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.support.checkpoints import consolidate
-from tests.support.models.shards import (
-    Chunk,
-    bits,
-    cut,
-    record_of,
-    write_checkpoint,
-    write_shards,
-)
+from tests.support.models.shards import Chunk, bits, cut, record_of, write_checkpoint, write_shards
 
 Tensors = dict[str, torch.Tensor]
 

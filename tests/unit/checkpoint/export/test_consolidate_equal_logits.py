@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from automodel_ckpt.checkpoint import HFAssets
 from tests.support.checkpoints import consolidate
 from tests.support.models.shards import cut, write_assets, write_checkpoint
+from tests.support.models.sizes import model_sizes
 from tests.support.servers.command_server import CommandServer
 
 READER = """
@@ -33,12 +34,7 @@ for place in places:
 def tiny_llama(tied: bool, dtype: torch.dtype) -> Any:
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **model_sizes(vocab=97, hidden=32, inner=56, layers=2, heads=4, kv_heads=2),
         tie_word_embeddings=tied,
         initializer_range=0.3,
         eos_token_id=None,

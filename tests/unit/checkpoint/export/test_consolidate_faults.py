@@ -22,11 +22,7 @@ from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.sources.source import BaseMaps
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, SaveFailed
 from tests.support.models.shards import write_checkpoint
-from tests.unit.checkpoint.export.test_consolidate import (
-    consolidated_once,
-    loaded,
-    pieces_of,
-)
+from tests.unit.checkpoint.export.test_consolidate import consolidated_once, loaded, pieces_of
 
 GB = 10**9
 

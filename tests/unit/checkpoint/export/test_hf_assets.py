@@ -23,15 +23,12 @@ from automodel_ckpt.checkpoint.sources.source import MAPS, read_maps
 from automodel_ckpt.errors import RecipeError
 from tests.support.models import vision
 from tests.support.models.shards import write_assets
+from tests.support.models.sizes import model_sizes
 
 
 def model_of(*, tied: bool = False, vocab_size: int = 32) -> Any:
     config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
+        **model_sizes(vocab=vocab_size, hidden=16, inner=24, layers=1, heads=2),
         tie_word_embeddings=tied,
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

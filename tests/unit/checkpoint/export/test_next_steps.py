@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint.export.next_steps import (
-    hf_lines,
-    model_files_lines,
-)
+from automodel_ckpt.checkpoint.export.next_steps import hf_lines, model_files_lines
 
 
 @pytest.mark.parametrize(

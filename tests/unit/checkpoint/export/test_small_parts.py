@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.checkpoint.export.export_manifest import (
-    DigestedRange,
-    ExportManifest,
-)
+from automodel_ckpt.checkpoint.export.export_manifest import DigestedRange, ExportManifest
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import digest_of
 from automodel_ckpt.checkpoint.sources.source import open_checkpoint

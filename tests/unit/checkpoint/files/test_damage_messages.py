@@ -11,9 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.export.export_manifest import (
-    export_problems,
-)
+from automodel_ckpt.checkpoint.export.export_manifest import export_problems
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.safe_open import SPARSE_FROM_BYTES

@@ -33,9 +33,7 @@ def tensor(fqn: str, dtype: str, shape: tuple[int, ...], starts: tuple[int, ...]
 
 def tree_of(*tensors: Tensor, objects: tuple[Blob, ...] = ()) -> Tree:
     return Tree(
-        "torch_save",
-        {each.fqn: each for each in tensors},
-        {each.fqn: each for each in objects},
+        "torch_save", {each.fqn: each for each in tensors}, {each.fqn: each for each in objects}
     )
 
 

@@ -14,10 +14,7 @@ import torch
 
 from automodel_ckpt.checkpoint.export import files as export_files
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.pickles.torch_archive_reading import (
-    Fault,
-    archive_ranges,
-)
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault, archive_ranges
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
 from automodel_ckpt.errors import CheckpointUnusable

@@ -90,11 +90,7 @@ def test_a_name_given_twice_or_reserved_is_not_built() -> None:
             bytes(9),
             "does not begin where 'a' ends",
         ),
-        (
-            {"a": entry("U8", [4], 0, 4)},
-            bytes(3),
-            "its tensors end at byte",
-        ),
+        ({"a": entry("U8", [4], 0, 4)}, bytes(3), "its tensors end at byte"),
         ({"a": entry("U8", [4], 0, 4)}, bytes(5), "its tensors end at byte"),
         (b'{"a\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "not valid Unicode"),
     ],

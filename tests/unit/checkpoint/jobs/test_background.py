@@ -126,10 +126,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "form",
-    [
-        "safetensors",
-        *(pytest.param(form, marks=pytest.mark.further) for form in list(FORMATS)[1:]),
-    ],
+    ["safetensors", *(pytest.param(form, marks=pytest.mark.further) for form in list(FORMATS)[1:])],
 )
 def test_many_saves_under_a_fast_optimizer_hold_the_state_of_their_call_and_take_no_more_memory(
     tmp_path: Path, form: str

@@ -19,6 +19,7 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
 from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
+from tests.support.models.sizes import model_sizes
 
 LAYOUTS: list[dict[str, Any]] = [{}, {"is_async": True}]
 IDS = ["sync", "async"]
@@ -205,12 +206,7 @@ def test_commands_count_what_is_shared_once(
 def test_transformers_loads_what_was_saved_in_separate_files(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=32,
-        initializer_range=0.3,
+        **model_sizes(hidden=16, inner=16, layers=2, heads=2, vocab=32), initializer_range=0.3
     )
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():

@@ -51,7 +51,5 @@ def test_a_strided_tensor_of_a_file_that_became_shorter_is_named(tmp_path: Path)
     os.truncate(path, 40_000)
     with pytest.raises(CheckpointUnusable, match=r"pytorch_model\.bin"):
         read_tree(
-            source.root,
-            Tree("", dict(source.tensors), {}),
-            {"transposed": torch.empty(200, 100)},
+            source.root, Tree("", dict(source.tensors), {}), {"transposed": torch.empty(200, 100)}
         )

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from automodel_ckpt.checkpoint.parts.slices import (
-    MAX_CUT_DIMENSIONS,
-    Box,
-    tiling_fault,
-)
+from automodel_ckpt.checkpoint.parts.slices import MAX_CUT_DIMENSIONS, Box, tiling_fault
 
 
 def test_faults_of_a_tiling_name_what_is_wrong() -> None:

@@ -17,13 +17,7 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
 )
 from automodel_ckpt.checkpoint.parts import manifest as manifest_module
 from automodel_ckpt.checkpoint.parts.commit import reserve
-from automodel_ckpt.checkpoint.parts.manifest import (
-    Blob,
-    Manifest,
-    StateRecord,
-    Summary,
-    Tree,
-)
+from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, StateRecord, Summary, Tree
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 

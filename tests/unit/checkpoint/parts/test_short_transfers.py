@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
+
 from automodel_ckpt.checkpoint.files.durable_file import file_record
 from tests.support.checkpoints import is_intact
 from tests.support.models import tiny

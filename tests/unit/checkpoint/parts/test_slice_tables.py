@@ -243,10 +243,7 @@ def test_a_hostile_table_is_an_error(
 
 @pytest.mark.parametrize("name", ["rank", "gap"])
 def test_a_deep_verification_lists_the_damage_of_a_table_and_goes_on(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = saved(tmp_path, monkeypatch)
     (path / "stray").touch()

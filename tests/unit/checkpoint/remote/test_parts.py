@@ -55,13 +55,7 @@ def divide(run: Path, base: Path, names: Sequence[str] = (SECOND,)) -> list[Path
 def uploads(roots: list[Path], url: str, token: str, went_back_to: int = 0) -> list[UploadLoop]:
     """The uploading processes of a start of the run."""
     job = Job(
-        url,
-        {},
-        token,
-        "val_loss",
-        num_threads=2,
-        went_back_to=went_back_to,
-        num_nodes=NUM_NODES,
+        url, {}, token, "val_loss", num_threads=2, went_back_to=went_back_to, num_nodes=NUM_NODES
     )
     loops: list[UploadLoop] = [Uploader(roots[0], job)]
     for number, root in enumerate(roots[1:], start=1):

@@ -303,10 +303,7 @@ def test_a_stop_by_signal_waits_for_the_upload(
 
 
 def test_an_uploading_process_that_is_killed_is_started_again(
-    local: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While the run trains, without another save, and as it ends."""
     monkeypatch.setattr(child_process, "_RESTART_SECONDS", 0.0)

@@ -124,9 +124,7 @@ def test_a_requeued_command_continues_from_the_store_instead_of_rewinding(tmp_pa
         assert resumed is not None and resumed.step == 30
 
 
-def test_a_run_that_went_back_without_its_store_does_not_fetch_what_it_left(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_went_back_without_its_store_does_not_fetch_what_it_left(tmp_path: Path) -> None:
     local = tmp_path / "local"
     write_run(local)
     url = f"file://{tmp_path}/store"

@@ -110,13 +110,7 @@ def test_parts_of_different_saves_of_a_step_are_not_mixed(memory: Memory) -> Non
     assert memory.published == []
 
 
-def test_an_older_whole_checkpoint_is_published_if_the_newest_is_incomplete(
-    memory: Memory,
-) -> None:
+def test_an_older_whole_checkpoint_is_published_if_the_newest_is_incomplete(memory: Memory) -> None:
     memory.save(4)
     assert memory.copy(0, wait_seconds=0.1) == memory.run / "epoch_0_step_4"
-    assert sorted(os.listdir(memory.run)) == [
-        layout.MEMORY,
-        layout.LATEST,
-        "epoch_0_step_4",
-    ]
+    assert sorted(os.listdir(memory.run)) == [layout.MEMORY, layout.LATEST, "epoch_0_step_4"]

@@ -132,9 +132,7 @@ def test_an_interrupted_copy_leaves_nothing(server: NodeServer) -> None:
     assert list((server.root / STAGING).iterdir()) == []
 
 
-def test_a_publication_replaces_that_of_a_failed_save_and_is_kept_alone(
-    server: NodeServer,
-) -> None:
+def test_a_publication_replaces_that_of_a_failed_save_and_is_kept_alone(server: NodeServer) -> None:
     (server.root / "epoch_0_step_6").mkdir()
     mark_save(server.root / NAME, "xxh3:00")
     (server.root / STAGING / "new").write_text("new")

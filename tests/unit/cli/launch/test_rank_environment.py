@@ -217,14 +217,7 @@ def test_several_machines_meet_as_with_torchrun() -> None:
         meet.max_restarts(asked)
         for meet in (elastic, choose_rendezvous(LaunchFlags(), {}))
         for asked in (None, 0, 5)
-    ] == [
-        3,
-        0,
-        5,
-        0,
-        0,
-        5,
-    ]
+    ] == [3, 0, 5, 0, 0, 5]
     static = choose_rendezvous(LaunchFlags(nnodes="2", master_addr="head", node_rank=1), {})
     assert (static.rdzv_backend, static.rdzv_endpoint, static.node_rank) == (
         "static",
@@ -247,10 +240,7 @@ def test_several_machines_meet_as_with_torchrun() -> None:
         (LaunchFlags(nnodes="2", master_addr="head"), "--node-rank"),
         (LaunchFlags(nnodes="2", master_addr="head", node_rank=2), "--node-rank"),
         (LaunchFlags(node_rank=1), "--node-rank"),
-        (
-            LaunchFlags(nnodes="2", master_addr="head", node_rank=0, max_restarts=1),
-            "--nnodes",
-        ),
+        (LaunchFlags(nnodes="2", master_addr="head", node_rank=0, max_restarts=1), "--nnodes"),
         (LaunchFlags(nnodes="2", rdzv_endpoint="head:1", node_rank=0), "--node-rank"),
         (LaunchFlags(nnodes="2", rdzv_endpoint="head:1", master_port=5), "--master-port"),
         (LaunchFlags(nnodes="2", rdzv_endpoint="head:port"), "--rdzv-endpoint"),

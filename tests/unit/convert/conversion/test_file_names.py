@@ -28,10 +28,7 @@ from automodel_ckpt.convert.imports.file_names import NameMetadata, parse_name, 
         ("last.ckpt", NameMetadata(is_last=True)),
         ("last-v1.ckpt", NameMetadata(is_last=True)),
         ("checkpoint_step_10000_loss_2.3456.pt", NameMetadata(10000, None, None, {"loss": 2.3456})),
-        (
-            "model-epoch-3-val_loss-0.5.pth",
-            NameMetadata(None, 3, None, {"val_loss": 0.5}),
-        ),
+        ("model-epoch-3-val_loss-0.5.pth", NameMetadata(None, 3, None, {"val_loss": 0.5})),
         ("checkpoint-500", NameMetadata(500)),
         ("global_step1000", NameMetadata(1000)),
         ("iter_0000020", NameMetadata(20)),
@@ -51,11 +48,7 @@ def test_a_name_states_counters_and_metrics(name: str, expected: NameMetadata) -
 
 
 @pytest.mark.parametrize(
-    ("metric", "expected"),
-    [
-        ("val_loss", ["b", "a", "c"]),
-        ("accuracy", ["a", "b", "c"]),
-    ],
+    ("metric", "expected"), [("val_loss", ["b", "a", "c"]), ("accuracy", ["a", "b", "c"])]
 )
 def test_checkpoints_are_ranked_by_their_metric(metric: str, expected: list[str]) -> None:
     values = {"a": 0.5, "b": 0.25, "c": float("nan")}

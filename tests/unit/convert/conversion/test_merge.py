@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.files.durable_file import file_record
@@ -32,14 +28,10 @@ from automodel_ckpt.models.layers.adapter import add_adapters
 from automodel_ckpt.models.layers.lora import Lora
 from tests.support.models import tiny
 from tests.support.models.shards import cut, write_assets, write_checkpoint
+from tests.support.models.sizes import model_sizes
 
 LLAMA = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    **model_sizes(vocab=64, hidden=16, inner=24, layers=1, heads=2, kv_heads=1),
     "initializer_range": 0.3,
     "bos_token_id": None,
     "eos_token_id": None,

@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.cli.ckpt import main
+from tests.support.models.sizes import model_sizes
 
 Capture = pytest.CaptureFixture[str]
 
@@ -26,12 +22,7 @@ Capture = pytest.CaptureFixture[str]
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")
     config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
+        **model_sizes(vocab=16, hidden=8, inner=8, layers=2, heads=2), tie_word_embeddings=True
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
@@ -103,11 +94,7 @@ def with_config(source: Path, directory: Path, **changes: Any) -> Path:
     ids=str,
 )
 def test_tensors_of_another_size_are_an_error(
-    llama: Path,
-    tmp_path: Path,
-    capsys: Capture,
-    changes: dict[str, Any],
-    expected: str,
+    llama: Path, tmp_path: Path, capsys: Capture, changes: dict[str, Any], expected: str
 ) -> None:
     directory = tmp_path / "source"
     directory.mkdir()
@@ -151,13 +138,7 @@ def test_names_without_a_config_are_reported_as_unchecked(tmp_path: Path, capsys
 
 
 def test_names_of_the_first_versions_of_bert_are_known(tmp_path: Path, capsys: Capture) -> None:
-    config = BertConfig(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
+    config = BertConfig(**model_sizes(vocab=16, hidden=8, inner=8, layers=1, heads=2))
     model = BertForMaskedLM(config)
     config.architectures = ["BertForMaskedLM"]
     config.save_pretrained(tmp_path)

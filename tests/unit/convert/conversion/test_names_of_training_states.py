@@ -17,10 +17,7 @@ FIRST, SECOND = (f"model.layers.{number}.self_attn.q_proj.weight" for number in 
 
 @pytest.mark.parametrize(
     ("source", "names"),
-    [
-        (NESTED, {"model.embed_tokens.weight": "table"}),
-        (TRAINER, {FIRST: SECOND, SECOND: FIRST}),
-    ],
+    [(NESTED, {"model.embed_tokens.weight": "table"}), (TRAINER, {FIRST: SECOND, SECOND: FIRST})],
     ids=["former names", "exchanged names"],
 )
 def test_an_optimizer_under_other_names_than_the_weights_is_an_error(

@@ -23,6 +23,7 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main
 from tests.support.models.llamas import llama_checkpoint
+from tests.support.models.sizes import model_sizes
 
 Capture = pytest.CaptureFixture[str]
 
@@ -36,14 +37,9 @@ def test_without_the_packages_it_says_how_to_get_them(
     assert "automodel_ckpt[onnx]" in capsys.readouterr().err
 
 
-OF_BERT: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}
+OF_BERT: dict[str, Any] = model_sizes(
+    vocab=40, hidden=16, inner=16, layers=1, heads=2, positions=32
+)
 OF_BART: dict[str, Any] = {
     "vocab_size": 40,
     "d_model": 16,

@@ -13,11 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from automodel_ckpt.checkpoint.sources.source import Tensors
-from automodel_ckpt.checkpoint.state.fill_modules import (
-    Filling,
-    fill_module,
-    module_shapes,
-)
+from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module, module_shapes
 from automodel_ckpt.convert.open import open_base, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny

@@ -23,17 +23,12 @@ from automodel_ckpt.convert.formats.gguf.tokenizer import convert_tokenizer
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models.llamas import LLAMA_3_ROPE, llama_checkpoint
 from tests.support.models.shards import bits
+from tests.support.models.sizes import model_sizes
 
 Capture = pytest.CaptureFixture[str]
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 12,
-    "hidden_size": 8,
-    "intermediate_size": 6,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
+    **model_sizes(vocab=12, hidden=8, inner=6, layers=2, heads=2, kv_heads=1, positions=64),
 }
 TOKENIZER: dict[str, Any] = {
     "normalizer": None,

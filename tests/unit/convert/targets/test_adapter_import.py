@@ -13,14 +13,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.cli.ckpt import main
+from tests.support.models.sizes import model_sizes
 
 Capture = pytest.CaptureFixture[str]
 Error = Callable[..., str]
@@ -30,12 +26,7 @@ FILE = "adapter_model.safetensors"
 
 def base_in(directory: Path, *, tied: bool = False) -> Path:
     config = LlamaConfig(
-        vocab_size=24,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        **model_sizes(vocab=24, hidden=8, inner=16, layers=2, heads=2, kv_heads=1),
         tie_word_embeddings=tied,
         initializer_range=0.3,
     )
@@ -205,12 +196,7 @@ def test_adapters_on_a_resized_vocabulary_are_imported(
     assert torch.equal(logits_of(base, adapter), logits_of(base, model))
 
 
-@pytest.mark.parametrize(
-    "patterns",
-    [
-        {"q_proj": 4, "layers.1.self_attn.v_proj": 1},
-    ],
-)
+@pytest.mark.parametrize("patterns", [{"q_proj": 4, "layers.1.self_attn.v_proj": 1}])
 def test_ranks_and_alphas_of_single_layers_are_imported(
     tmp_path: Path, imported: Callable[..., dict[str, Any]], patterns: dict[str, int]
 ) -> None:
@@ -257,12 +243,8 @@ def test_adapters_on_fused_experts_are_imported(
 ) -> None:
     config = AutoConfig.for_model(
         "qwen3_moe",
-        vocab_size=24,
-        hidden_size=8,
+        **model_sizes(vocab=24, hidden=8, layers=1, heads=2, kv_heads=1),
         moe_intermediate_size=4,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=4,
         num_experts=3,
         num_experts_per_tok=2,

@@ -24,6 +24,7 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.models.build import build_model
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.quantize import check_not_quantized
+from tests.support.models.sizes import model_sizes
 
 GROUP = 128
 
@@ -157,12 +158,7 @@ def test_the_config_names_what_is_not_quantized(llama: Path, tmp_path: Path) -> 
 
 def test_experts_are_quantized_and_routers_are_not(tmp_path: Path) -> None:
     config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        **model_sizes(vocab=64, hidden=128, inner=96, layers=1, heads=2, kv_heads=1),
         num_local_experts=2,
     )
     MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "hf")

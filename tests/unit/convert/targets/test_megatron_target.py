@@ -21,14 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.cli import ckpt
 from tests.support.models.llamas import llama_checkpoint
+from tests.support.models.sizes import model_sizes
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
+    **model_sizes(vocab=61, hidden=48, inner=48, layers=2, heads=6, kv_heads=2),
     "head_dim": 8,
     "initializer_range": 0.3,
 }

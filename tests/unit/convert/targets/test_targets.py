@@ -11,27 +11,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlamaModel,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.support.models.llamas import llama_checkpoint
+from tests.support.models.sizes import model_sizes
+from tests.support.models.small_tokenizer import small_tokenizer
 
 GGUF = Path(__file__).parents[3] / "fixtures" / "gguf" / "llama-q8_0"
-OPTIONS = {
-    "compressed-tensors": ["--scheme", "W8A8"],
-    "nemo": ["--prefix", "model."],
-}
-LIBRARIES = {
-    "compressed-tensors": "compressed_tensors",
-    "gguf": "gguf",
-    "onnx": "onnxscript",
-}
+OPTIONS = {"compressed-tensors": ["--scheme", "W8A8"], "nemo": ["--prefix", "model."]}
+LIBRARIES = {"compressed-tensors": "compressed_tensors", "gguf": "gguf", "onnx": "onnxscript"}
 
 
 def named_by_help() -> list[str]:
@@ -141,10 +130,7 @@ def test_dtypes_are_those_of_the_checkpoint_and_each_cast_is_reported(
 @pytest.mark.parametrize("target", [*TARGETS, "nemo --megatron-names"])
 @pytest.mark.parametrize("fault", ["missing", "left over", "missing in a checkpoint"])
 def test_no_target_writes_a_model_with_other_tensors_than_its_class(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    target: str,
-    fault: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, fault: str
 ) -> None:
     require_library(target)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -152,14 +138,9 @@ def test_no_target_writes_a_model_with_other_tensors_than_its_class(
     if fault == "missing in a checkpoint":
         llama_checkpoint(source, lost=name)
     else:
-        tokenizer = train_tokenizer(300)
+        tokenizer = small_tokenizer()
         config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
+            **model_sizes(vocab=len(tokenizer), hidden=16, inner=16, layers=2, heads=2, kv_heads=1)
         )
         model = LlamaForCausalLM(config)
         state = dict(model.state_dict())
@@ -186,12 +167,7 @@ def test_targets_of_language_models_write_no_other_kind(
     """Without its output layer, an embedding model looks like a language model with tied weights."""
     require_library(target)
     config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        **model_sizes(vocab=40, hidden=16, inner=16, layers=1, heads=2, kv_heads=1)
     )
     kind(config).save_pretrained(tmp_path / "m")
     if kind is LlamaModel:
@@ -199,7 +175,7 @@ def test_targets_of_language_models_write_no_other_kind(
         state = load_file(tmp_path / "m" / "model.safetensors")
         state = {f"model.{name}": value for name, value in state.items()}
         save_file(state, tmp_path / "m" / "model.safetensors", {"format": "pt"})
-    train_tokenizer(300).save_pretrained(tmp_path / "m")
+    small_tokenizer().save_pretrained(tmp_path / "m")
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "m"), "--to", *target.split(), "-o", str(out)]) == 3
     error = capsys.readouterr().err

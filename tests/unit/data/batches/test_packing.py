@@ -7,10 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from automodel_ckpt.data.batches.document_lane import DocumentRows, RowRules
-from automodel_ckpt.data.batches.packing import (
-    PackedDataset,
-    best_fit_decreasing,
-)
+from automodel_ckpt.data.batches.packing import PackedDataset, best_fit_decreasing
 from automodel_ckpt.errors import RecipeError
 from tests.unit.data.toys import Stream
 
@@ -54,8 +51,7 @@ def test_positions_start_over_and_first_tokens_have_no_label() -> None:
 
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(
-        RecipeError,
-        match=r"1 of \d samples; size 7, the longest, sample 1, has 8 tokens",
+        RecipeError, match=r"1 of \d samples; size 7, the longest, sample 1, has 8 tokens"
     ):
         PackedDataset(Samples(4, 8), 7)
     with pytest.raises(RecipeError, match="an iterable data set cannot be packed"):

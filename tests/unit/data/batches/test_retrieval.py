@@ -77,10 +77,7 @@ def test_documents_are_found_in_the_corpus_and_negatives_are_repeated(tmp_path: 
     expected = [["fa", "ku", "ba", "ba"], ["ra ro ru", "bo", "la", "ba"]]
     assert texts_of(retrieval(TOKENIZER, [path], num_negatives=2)) == expected
     found = retrieval(TOKENIZER, [path], num_negatives=1, instructions=True, document_prompt="do ")
-    assert texts_of(found) == [
-        ["find fa", "do ku", "do ba"],
-        ["find ra ro ru", "do bo", "do la"],
-    ]
+    assert texts_of(found) == [["find fa", "do ku", "do ba"], ["find ra ro ru", "do bo", "do la"]]
     short = retrieval(TOKENIZER, [path], num_negatives=0, query_length=2)
     assert texts_of(short) == [["fa", "ku"], ["ra", "bo"]]
     assert len(retrieval(TOKENIZER, [path], max_samples=1)) == 1

@@ -60,8 +60,7 @@ def test_calls_and_results_become_messages_of_the_assistant_and_of_tools() -> No
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
-    [('{"arguments": {}}', "no name"), ("[1]", "no name"), (None, "no name")],
+    ("content", "what"), [('{"arguments": {}}', "no name"), ("[1]", "no name"), (None, "no name")]
 )
 def test_a_call_in_another_format_is_an_error_with_the_format(content: Any, what: str) -> None:
     talk = [SWIFT[0], {"role": "tool_call", "content": content}]

@@ -78,8 +78,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_reason(
 ) -> None:
     path = write(tmp_path, {"messages": TALK[1:3]}, {"messages": TALK})
     with pytest.raises(
-        RecipeError,
-        match=r"(?s)first 3 messages differently.*.*:2.*'four.*'FOUR.*last",
+        RecipeError, match=r"(?s)first 3 messages differently.*.*:2.*'four.*'FOUR.*last"
     ):
         messages(tokenizer, path, chat_template=REWRITING)
 

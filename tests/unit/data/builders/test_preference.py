@@ -9,11 +9,7 @@ import pytest
 
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.collate import PadCollator
-from automodel_ckpt.data.preference import (
-    PreferenceCollator,
-    PreferenceDataset,
-    pairs,
-)
+from automodel_ckpt.data.preference import PreferenceCollator, PreferenceDataset, pairs
 from automodel_ckpt.errors import RecipeError
 from tests.unit.data.toys import jsonl
 

@@ -218,10 +218,7 @@ PARTS: list[tuple[Any, str]] = [
     (7, "neither text nor an object"),
     ({"type": "image", "base64": "no!"}, "not base64 text"),
     ({"type": "image", "image": [1]}, "neither a path nor"),
-    (
-        {"type": "image", "image": "a.png", "max_pixels": 784},
-        r"max_pixels: 784[\s\S]*processor",
-    ),
+    ({"type": "image", "image": "a.png", "max_pixels": 784}, r"max_pixels: 784[\s\S]*processor"),
 ]
 
 

@@ -10,14 +10,10 @@ from transformers import AutoConfig, AutoModel
 
 from automodel_ckpt.models.attention.attention_direction import attend_both_ways, causal_layers
 from automodel_ckpt.parallel.model_layers import decoder_layers
+from tests.support.models.sizes import model_sizes
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 8,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
+    **model_sizes(vocab=8, hidden=32, inner=32, layers=4, heads=2, kv_heads=2),
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,

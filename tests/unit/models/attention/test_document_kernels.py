@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from automodel_ckpt.models.attention.by_document import attend_by_document, attend_by_mask
 from automodel_ckpt.models.attention.documents import VarlenKernel
+from tests.support.models.sizes import model_sizes
 from tests.unit.models.building.test_packing_probe import build, loss_and_gradients, samples
 
 OPTIONS = {"use_cache": False}
@@ -107,13 +108,7 @@ def test_models_that_add_an_index_to_the_mask_under_the_name_sdpa_keep_the_mask(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        "deepseek_v32",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=97,
+        "deepseek_v32", **model_sizes(hidden=32, inner=48, layers=1, heads=4, kv_heads=4, vocab=97)
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")

@@ -24,27 +24,19 @@ from transformers import (
 
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import (
-    build_model,
-    restore_attention_caps,
-)
+from automodel_ckpt.models.build import build_model, restore_attention_caps
 from automodel_ckpt.models.config_checks import check_vocabulary
 from automodel_ckpt.models.config_reading import load_model_config
-from automodel_ckpt.models.inspect.repository import (
-    require_local,
-)
+from automodel_ckpt.models.inspect.repository import require_local
 from automodel_ckpt.models.layers.freezing import freeze
 from automodel_ckpt.models.quantize import check_not_quantized
 from automodel_ckpt.parallel.model_layers import decoder_layers, untied_layers
 from automodel_ckpt.training.model.deferred_model import build_deferred
+from tests.support.models.sizes import model_sizes
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "vocab_size": 40,
+    **model_sizes(hidden=16, inner=24, layers=3, heads=2, vocab=40),
 }
 
 
@@ -160,13 +152,8 @@ def test_files_without_weights_are_refused(tmp_path: Path) -> None:
 
 
 GEMMA2: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **model_sizes(hidden=32, inner=48, layers=2, heads=4, kv_heads=2, vocab=97),
     "head_dim": 16,
-    "vocab_size": 97,
     "pad_token_id": 0,
     "sliding_window": 4,
 }

@@ -18,15 +18,10 @@ from automodel_ckpt.models.inspect.repository import (
     base_directory,
     fetched_directory,
 )
+from tests.support.models.sizes import model_sizes
 from tests.support.servers.hub_cache import write_repository
 
-TINY: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+TINY: dict[str, Any] = model_sizes(vocab=40, hidden=16, inner=24, layers=1, heads=2)
 
 
 @pytest.fixture(scope="module")

@@ -8,27 +8,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    XLNetConfig,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, XLNetConfig
 
-from automodel_ckpt.models.inspect.float32_parts import (
-    constants_in,
-    float32_kept,
-    float32_names,
-)
+from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_kept, float32_names
 from automodel_ckpt.models.quantize import cast_to
+from tests.support.models.sizes import model_sizes
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
+SIZES: dict[str, Any] = model_sizes(vocab=32, hidden=16, inner=16, layers=2, heads=2)
 GATES = {f"model.layers.{layer}.mlp.gate.wg.weight" for layer in range(2)}
 
 
@@ -89,12 +75,7 @@ def test_factors_of_activations_in_files_are_cast_with_the_layers() -> None:
     """MiniMax multiplies activations by decays that its files contain; in float32, the next layer would fail."""
     config = AutoConfig.for_model(
         "minimax",
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        **model_sizes(vocab=40, hidden=16, inner=16, layers=2, heads=2, kv_heads=1),
         head_dim=8,
         block_size=8,
         num_local_experts=2,

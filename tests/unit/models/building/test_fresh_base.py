@@ -28,9 +28,7 @@ CONFIG = LlavaConfig(
 
 
 def base_is_made(
-    directory: Path,
-    config: PreTrainedConfig,
-    auto_class: type = AutoModelForImageTextToText,
+    directory: Path, config: PreTrainedConfig, auto_class: type = AutoModelForImageTextToText
 ) -> bool:
     """Whether the base of *config* is created in *directory*; False if it is there."""
     return make_base(

@@ -18,15 +18,12 @@ from transformers import (
 
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.training.model.deferred_model import DeferredModel, build_deferred
+from tests.support.models.sizes import model_sizes
 
 BIAS = "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
 """It selects experts, is not trained, and stays in float32."""
 DEEPSEEK: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    **model_sizes(vocab=32, hidden=16, layers=2, heads=2, kv_heads=1),
     "head_dim": 8,
     "q_lora_rank": 8,
     "o_groups": 2,

@@ -14,11 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_conversations import ImageText
-from automodel_ckpt.data.media.image_packing import (
-    ImagePack,
-    ImageRowLayout,
-    PackCollator,
-)
+from automodel_ckpt.data.media.image_packing import ImagePack, ImageRowLayout, PackCollator
 from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.models.attention.by_document import attend_by_document
 from automodel_ckpt.models.attention.image_positions import rotary_positions

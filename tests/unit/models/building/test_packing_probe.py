@@ -25,6 +25,7 @@ from automodel_ckpt.models.inspect.forward import (
     forward_parameters,
 )
 from automodel_ckpt.training.model.row_sharing import probe_with_masks
+from tests.support.models.sizes import model_sizes
 
 _SIZES = {
     "llama": {"num_key_value_heads": 2},
@@ -69,12 +70,7 @@ _SIZES = {
 
 
 def build(model_type: str, attention: str | None = None) -> Any:
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    sizes = model_sizes(hidden=32, inner=48, layers=2, heads=4)
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": 97}
     known = (
         {}

@@ -11,11 +11,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.pipeline_stage import (
-    LocalStage,
-    check_stages,
-    parameters_of_stages,
-)
+from automodel_ckpt.models.pipeline_stage import LocalStage, check_stages, parameters_of_stages
+from tests.support.models.sizes import model_sizes
 from tests.support.runs.parallel import VOCABULARY, model_of
 
 SLIDING = {
@@ -26,12 +23,7 @@ SLIDING = {
 
 
 COMMON: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": VOCABULARY,
+    **model_sizes(hidden=32, inner=48, layers=4, heads=4, kv_heads=4, vocab=VOCABULARY),
     "initializer_range": 0.3,
     "pad_token_id": 0,
 }

@@ -32,18 +32,12 @@ from automodel_ckpt.models.layers.lora import Lora
 from automodel_ckpt.models.meta_init import InitialValues, allocate, initialise, on_meta
 from automodel_ckpt.models.quantize import quantized_loading, type_beside_quantized
 from automodel_ckpt.training.watch.batch_errors import check_all_trained
+from tests.support.models.sizes import model_sizes
 
 
 def llama(**more: Any) -> Any:
     return AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=40,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            **more,
-        )
+        LlamaConfig(**model_sizes(vocab=40, hidden=16, inner=24, layers=2, heads=2), **more)
     )
 
 

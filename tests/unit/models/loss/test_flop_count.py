@@ -16,20 +16,16 @@ from automodel_ckpt.models.layers.freezing import freeze
 from automodel_ckpt.models.measure.flop_count import FlopCount, count_flops, document_lengths
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from tests.support.models.experts import SIZES
+from tests.support.models.sizes import model_sizes
 from tests.support.models.vision import FAMILIES
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY, LENGTH = 32, 48, 3, 64, 12
 
 
 def llama(**changes: Any) -> nn.Module:
-    sizes = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCABULARY,
-    }
+    sizes = model_sizes(
+        hidden=HIDDEN, inner=INTERMEDIATE, layers=LAYERS, heads=4, kv_heads=2, vocab=VOCABULARY
+    )
     config = transformers.LlamaConfig(**(sizes | changes))
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
@@ -115,16 +111,11 @@ def test_of_a_mixture_the_experts_of_a_token_count() -> None:
 
 def test_heads_of_other_layers_may_have_another_width() -> None:
     config = transformers.Gemma4TextConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        **model_sizes(hidden=16, inner=24, layers=2, heads=2, kv_heads=1, vocab=VOCABULARY),
         head_dim=8,
         global_head_dim=16,
         layer_types=["sliding_attention", "full_attention"],
         sliding_window=4,
-        vocab_size=VOCABULARY,
         vocab_size_per_layer_input=VOCABULARY,
         hidden_size_per_layer_input=0,
         num_kv_shared_layers=0,

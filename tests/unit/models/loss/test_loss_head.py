@@ -15,10 +15,7 @@ from torch import nn
 from automodel_ckpt.loss.causal import labelled_positions, next_token_loss
 from automodel_ckpt.models.layers.adapter import add_adapters
 from automodel_ckpt.models.layers.lora import Lora
-from automodel_ckpt.models.loss.fused_cross_entropy import (
-    CHUNK_ELEMENTS,
-    linear_cross_entropy,
-)
+from automodel_ckpt.models.loss.fused_cross_entropy import CHUNK_ELEMENTS, linear_cross_entropy
 from automodel_ckpt.models.loss.head_memory import head_bytes
 from automodel_ckpt.models.loss.loss_head import LossHead, install_loss_head
 from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform, TokenHits
@@ -318,9 +315,7 @@ def test_ignored_rows_have_no_loss_and_no_gradient(transform: LogitTransform) ->
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_the_weight_of_the_loss_is_not_rounded_to_bfloat16(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_weight_of_the_loss_is_not_rounded_to_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 53)
     loss_weight = 1.3  # 1.2969 in bfloat16
     unweighted, *others, targets = inputs(torch.bfloat16, 512)

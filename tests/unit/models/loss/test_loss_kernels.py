@@ -67,13 +67,7 @@ def test_gradients_are_stored_in_blocks_of_columns(num_columns: int) -> None:
     width = min(32, num_columns)
     blocks = ErrorBlocks(memory[: 20 * num_columns], 20, num_columns, width)
     losses_and_errors(
-        logits,
-        labels,
-        None,
-        IDENTITY,
-        torch.float32,
-        with_errors=True,
-        place=ErrorPlace(blocks, 5),
+        logits, labels, None, IDENTITY, torch.float32, with_errors=True, place=ErrorPlace(blocks, 5)
     )
     for first in blocks.firsts:
         block = blocks.block(first)

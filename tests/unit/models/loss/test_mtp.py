@@ -8,27 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.loss.mtp_loss import labels_of_depths
 from automodel_ckpt.models.hf_names import names_in_files
-from automodel_ckpt.models.loss.mtp import (
-    add_mtp,
-    ahead,
-    is_of_mtp,
-    mtp_of,
-    with_mtp_names,
-)
-from automodel_ckpt.models.loss.mtp_families import (
-    FAMILIES,
-    MtpPlan,
-    patterns_in_files,
-    plan_mtp,
-)
+from automodel_ckpt.models.loss.mtp import add_mtp, ahead, is_of_mtp, mtp_of, with_mtp_names
+from automodel_ckpt.models.loss.mtp_families import FAMILIES, MtpPlan, patterns_in_files, plan_mtp
 from automodel_ckpt.models.meta_init import InitialValues, on_meta
 from tests.support.models import mtp
 

@@ -10,11 +10,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.optim.adam8bit import (
-    AdamW8bit,
-    divided,
-    joined,
-)
+from automodel_ckpt.optim.adam8bit import AdamW8bit, divided, joined
 from automodel_ckpt.optim.moment_codes import dynamic_table, nearest
 
 

@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.loss.causal import (
-    LossFn,
-    check_is_sum,
-    next_token_loss,
-    num_label_tokens,
-)
+from automodel_ckpt.loss.causal import LossFn, check_is_sum, next_token_loss, num_label_tokens
 from automodel_ckpt.training.gradients import checked
 from automodel_ckpt.training.values.records import LossSum
 
@@ -112,11 +107,7 @@ def test_only_a_mean_is_rejected_and_no_random_numbers_are_drawn() -> None:
     ]
     states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
     assert all(check_is_sum(loss_fn, logits, labels) for loss_fn in sums)
-    assert states == (
-        random.getstate(),
-        str(np.random.get_state()),
-        torch.get_rng_state().tolist(),
-    )
+    assert states == (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist())
     # Of a loss that is not finite, nothing is known yet. The run reports it.
     assert not check_is_sum(sums[0], logits * torch.inf, labels)
     assert not check_is_sum(lambda logits, labels: logits.sum() + torch.inf, logits, labels)

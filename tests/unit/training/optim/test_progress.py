@@ -11,12 +11,7 @@ from typing import Any, TextIO
 import pytest
 
 from automodel_ckpt.errors import LeaseLost, RecipeError
-from automodel_ckpt.logs.progress import (
-    Progress,
-    TextLog,
-    set_up_logging,
-    tear_down_logging,
-)
+from automodel_ckpt.logs.progress import Progress, TextLog, set_up_logging, tear_down_logging
 
 
 class Terminal(io.StringIO):
@@ -120,10 +115,7 @@ def test_lines_have_a_time_and_break_between_words_on_a_terminal(
         line.write_above(message)
     first, second, third, command, _ = screen.getvalue().split("\n")
     assert re.fullmatch(r"\d\d:\d\d:\d\d step 20: validation loss", first)
-    assert [second, third] == [
-        "         2.4000; run",
-        "         `ckpt ls checkpoints` to see it",
-    ]
+    assert [second, third] == ["         2.4000; run", "         `ckpt ls checkpoints` to see it"]
     assert command == message.split("\n")[1]
     screen.seek(0)
     screen.truncate()

@@ -216,11 +216,7 @@ def test_a_hang_is_reported_or_the_ranks_are_restarted(
         hangs.write_state(
             directory,
             replace(
-                STATE,
-                rank=rank,
-                start=watched._start,
-                completed=19 - (rank == 2),
-                is_overdue=False,
+                STATE, rank=rank, start=watched._start, completed=19 - (rank == 2), is_overdue=False
             ),
         )
     clock.now += 5

@@ -7,10 +7,7 @@ import math
 import pytest
 
 from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
-from automodel_ckpt.training.counters.rules import (
-    FIRST_STEPS,
-    best_interval_seconds,
-)
+from automodel_ckpt.training.counters.rules import FIRST_STEPS, best_interval_seconds
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 
 HOUR = 3600.0

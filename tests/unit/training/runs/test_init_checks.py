@@ -12,10 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.config.keys.model import InitFromConfig
 from automodel_ckpt.convert.targets.flow import export_to
@@ -23,18 +20,13 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_model
 from automodel_ckpt.training.parts.init_from import inspect_start, start_from
 from tests.support.models.gguf_models import MODELS
+from tests.support.models.sizes import model_sizes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
 )  # peft reads it
 ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1)
-SIZES = {
-    "vocab_size": 24,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+SIZES = model_sizes(vocab=24, hidden=8, inner=8, layers=1, heads=2)
 BY_NAME = {model.name: model for model in MODELS}
 ANOTHER = "describes a model that computes something else"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

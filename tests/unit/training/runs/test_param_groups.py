@@ -22,19 +22,14 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.optim.build import FusedAdamW
 from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
 from automodel_ckpt.training.parts.optimizers import build_optimizer, trained_parameters
+from tests.support.models.sizes import model_sizes
 
 SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
+    **model_sizes(hidden=16, inner=16, layers=1, heads=2, kv_heads=2, vocab=32, positions=16),
     "moe_intermediate_size": 16,
-    "num_hidden_layers": 1,
     "head_dim": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
     "num_experts": 2,
     "num_local_experts": 2,
-    "vocab_size": 32,
-    "max_position_embeddings": 16,
     "bos_token_id": 0,
     "eos_token_id": 0,
     "pad_token_id": 0,
