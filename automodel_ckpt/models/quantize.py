@@ -1,4 +1,4 @@
-"""Quantized bases: a frozen one in few bits for adapters (QLoRA, by bitsandbytes), and files that are quantized."""
+"""Quantized bases: where a frozen one can be in few bits for adapters (QLoRA), and files that are quantized."""
 
 from __future__ import annotations
 
@@ -22,39 +22,28 @@ _ORDINARY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Quantization = Literal["nf4", "fp4", "int8"]
 
 
-def quantized_loading(
-    kind: Quantization, *, device: torch.device, strategy: str, dtype: str
-) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` by which a base is read in so few bits.
-
-    *dtype* is the type of the tensors that stay as they are. 4-bit weights are computed in bfloat16, in float16 if that
-    is *dtype*. Raises :class:`RecipeError` where that cannot be: on a CPU, without bitsandbytes, or sharded.
-    """
+def check_quantization(kind: Quantization, *, device: torch.device, strategy: str) -> None:
+    """Raise :class:`RecipeError` where a base cannot be quantized: 8 bits on a CPU or sharded, a GPU without
+    bitsandbytes."""
     why = hint = ""
-    if device.type != "cuda":
-        why = f"it needs a CUDA device; this is a {device.type}"
-        hint = "remove it, or train on a GPU"
-    elif strategy == "fsdp2":
-        why = "packed weights cannot be sharded by fsdp2"
-        hint = "set distributed.strategy to ddp"
-    elif importlib.util.find_spec("bitsandbytes") is None:
+    if kind == "int8" and device.type != "cuda":
+        why = f"8 bits need a CUDA device; this is a {device.type}"
+        hint = "set it to nf4, or train on a GPU"
+    elif kind == "int8" and strategy == "fsdp2":
+        why = "weights in 8 bits cannot be sharded by fsdp2"
+        hint = "set it to nf4, or distributed.strategy to ddp"
+    elif device.type == "cuda" and importlib.util.find_spec("bitsandbytes") is None:
         why = "bitsandbytes is not installed"
         hint = "pip install 'automodel_ckpt[quantization]'"
     if why:
         what = f"the base cannot be quantized: {why}"
         raise RecipeError(what, where="peft.quantize_base", value=kind, hint=hint)
+
+
+def int8_loading(device: torch.device) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` by which bitsandbytes reads a base in 8 bits."""
     make: Any = transformers.BitsAndBytesConfig  # it has no annotations
-    if kind == "int8":
-        config = make(load_in_8bit=True)
-    else:
-        config = make(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=kind,
-            bnb_4bit_use_double_quant=True,
-            # In float32, each product would take several times as long, and be no more exact than 4 bits are.
-            bnb_4bit_compute_dtype=torch.float16 if dtype == "float16" else torch.bfloat16,
-        )
-    return {"quantization_config": config, "device_map": {"": device}}
+    return {"quantization_config": make(load_in_8bit=True), "device_map": {"": device}}
 
 
 def dequantized(config: PreTrainedConfig) -> dict[str, Any]:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.base.code_tables import decoded, dynamic_table, nearest
 from automodel_ckpt.base.device_copies import to_device
 from automodel_ckpt.base.kernel_trial import has_triton, succeeds
 from automodel_ckpt.checkpoint.files.layout import FURTHER_BITS
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.optim.combined_optimizer import update_each
-from automodel_ckpt.optim.moment_codes import decoded, dynamic_table, nearest
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NAN = 0x7FC0

@@ -1,7 +1,7 @@
 """A Triton kernel for AdamW with 8-bit moments, which reads and writes each element once.
 
 A moment is decoded by its table of 256 values, and encoded by a lookup table: the first bits of a number select
-an entry, without a search (``moment_codes.lookup_of``). The codes are equal to ``moment_codes.nearest``.
+an entry, without a search (``code_tables.lookup_of``). The codes are equal to ``moment_codes.nearest``.
 
 Import this module only where Triton is installed. The kernel also runs on a CPU, in Triton's interpreter
 (TRITON_INTERPRET=1).
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from automodel_ckpt.optim.moment_codes import dynamic_table, lookup_of
+from automodel_ckpt.base.code_tables import dynamic_table, lookup_of
 
 _BLOCK = 1024
 """Elements that a program updates, if a row has no more: 8 in each thread of 4 warps."""
@@ -103,7 +103,7 @@ def _quotients(moments, scales):
 
 @triton.jit
 def _codes(moments, scales, lookup, SHIFT: tl.constexpr, REST: tl.constexpr):
-    """The codes of *moments* by a table of ``moment_codes.lookup_of``."""
+    """The codes of *moments* by a table of ``code_tables.lookup_of``."""
     bits = _quotients(moments, scales).to(tl.int32, bitcast=True)
     entries = tl.load(lookup + (bits.to(tl.uint32, bitcast=True) >> SHIFT))
     places = (bits ^ (bits >> 31)) & REST

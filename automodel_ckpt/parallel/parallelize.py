@@ -180,6 +180,8 @@ def _not_sharded(model: nn.Module, how: Parallelism, *, is_one_rank: bool) -> se
             )
         is_kept = name in how.float32_names and not parameter.requires_grad
         is_not_cast = is_kept or parameter.dtype == how.compute_dtype
+        # Bytes of quantized weights are never cast.
+        is_not_cast = is_not_cast or not parameter.is_floating_point()
         if parameter.dim() == 0 or (is_one_rank and is_not_cast):
             found.add(parameter)
     return found

@@ -66,9 +66,9 @@ def _strategy(
     config: RecipeConfig, sizes: Sizes, compute_type: ComputeType, device_type: str
 ) -> Strategy:
     given = config.distributed.strategy
-    # Neither packed weights nor all optimizers can be sharded.
-    is_quantized = config.peft is not None and config.peft.quantize_base is not None
-    is_whole = is_quantized or _updates_no_shards(config)
+    # Neither weights of bitsandbytes in 8 bits nor all optimizers can be sharded.
+    is_in_8_bits = config.peft is not None and config.peft.quantize_base == "int8"
+    is_whole = is_in_8_bits or _updates_no_shards(config)
     if given != "auto":
         return choose_strategy(given, sizes)
     if sizes.token_parts > 1:

@@ -100,7 +100,7 @@ def test_an_incomplete_line_is_an_error(
     "words",
     [
         "--peft.target_modules=[q_prj]",
-        "--peft.quantize_base=nf4 --distributed.backend=gloo",
+        "--peft.quantize_base=int8 --distributed.backend=gloo",
         "--fp8={} --distributed.backend=gloo",
         "--model.attn_implementation=flex_attention --distributed.backend=gloo",
         "--model.freeze=[nothing]",

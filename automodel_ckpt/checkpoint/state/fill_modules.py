@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -44,13 +44,15 @@ class Filling:
     """The stored tensor that fills a tensor of a module: its *source* and its name there.
 
     *resized*: the numbers of rows differ; the common rows are read. *quantized* describes a tensor that consists of
-    quantized values and scales; it is not resized.
+    quantized values and scales; it is not resized. *take* gets blocks of all rows of a tensor that the module stores in
+    another form, and keeps this rank's shard of it.
     """
 
     source: Tensors
     name: str
     resized: bool = False
     quantized: QuantizedTensor | None = None
+    take: Callable[[Iterable[torch.Tensor]], None] | None = None
 
 
 def module_shapes(module: nn.Module) -> tuple[dict[str, Shape], TextDict]:
@@ -84,6 +86,9 @@ def fill_module(
         targets = {}
         for fqn, filling in fillings.items():
             if filling.source is not source or fqn not in state:
+                continue
+            if filling.take is not None:
+                filling.take(_all_rows(source, filling))
                 continue
             if filling.quantized is not None:
                 _fill_dequantized(source, filling.quantized, state[fqn])
@@ -139,6 +144,17 @@ def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: 
         mean = total / num_stored
         first_new_row = max(num_stored - first, 0)
         local[first_new_row:].copy_(mean[columns])
+
+
+def _all_rows(source: Tensors, filling: Filling) -> Iterator[torch.Tensor]:
+    """Blocks of all rows of a stored tensor, in host memory."""
+    if filling.quantized is not None:
+        blocks = dequantized_rows(source, filling.quantized, 0, filling.quantized.shape[0])
+    else:
+        stored = source.tensors[filling.name]
+        blocks = _blocks(source, stored, 0, stored.shape[0])
+    for _, block in blocks:
+        yield block
 
 
 def _fill_dequantized(source: Tensors, stored: QuantizedTensor, target: torch.Tensor) -> None:

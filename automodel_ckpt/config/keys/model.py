@@ -227,9 +227,18 @@ class PeftConfig:
     base_dir: str | None = None
     """With model.from_config: the directory where the first start writes the randomly initialized base."""
     quantize_base: Literal["nf4", "fp4", "int8"] | None = None
-    """Quantize the frozen base (QLoRA). Requires a CUDA device and bitsandbytes."""
+    """Quantize the frozen base (QLoRA). A GPU needs bitsandbytes. int8 needs a GPU, and is not sharded (ddp)."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
+        Relation(
+            ("quantize_base", "use_dora", "init"),
+            lambda peft: (
+                peft.quantize_base not in ("nf4", "fp4")
+                or (not peft.use_dora and peft.init != "orthogonal")
+            ),
+            "adapters on a base in 4 bits support no use_dora and no init orthogonal",
+            "remove that key, or quantize_base",
+        ),
         Relation(
             ("init", "r", "rank_pattern"),
             lambda peft: (

@@ -25,7 +25,9 @@ def divide_groups_by_type(model: nn.Module, kept: Collection[int] = ()) -> None:
         by_type: dict[tuple[torch.dtype, bool], list[Any]] = defaultdict(list)
         for parameter in group.fsdp_params:
             sharded = parameter.sharded_param
-            by_type[sharded.dtype, id(sharded) in kept].append(parameter)
+            # Bytes of quantized weights are never cast.
+            is_kept = id(sharded) in kept or not sharded.is_floating_point()
+            by_type[sharded.dtype, is_kept].append(parameter)
         if len(by_type) > 1 or any(is_kept for _, is_kept in by_type):
             _DividedGroup(group, by_type)
 

@@ -132,6 +132,7 @@ def _of_rank(
         state, gradients = Memory(0, 0, process), 0
     temporary = int(_bytes_of_optimizer_step(rank, trained) * share)
     gathered, at_end = _gathered_bytes(rank, parameters) if rank.is_sharded else (0, 0)
+    gathered += rank.dequantized_bytes(parameters)
     # The optimizer's step has temporary tensors instead of activations and gathered parameters.
     peaks = [
         replace(state, gradients=gradients, activations=temporary),
@@ -167,6 +168,7 @@ def _gathered_bytes(rank: RankParts, parameters: Sequence[nn.Parameter]) -> tupl
     if rank.num_shards == 1 and not section.cpu_offload and rank.dtype is not None:
         # On one rank, fsdp2 only casts.
         here = {id(each) for each in parameters if each.dtype != rank.dtype}
+        here -= rank.itemsizes.keys()
 
     def group(modules: Sequence[nn.Module]) -> tuple[int, int]:
         """Bytes of the parameters and of the gradients of *modules*."""

@@ -48,7 +48,10 @@ def _traced(rank: RankParts, batch: MicroBatchShape) -> StepTrace | None:
         tokens["decoder_input_ids"] = targets
     is_autocast = _is_autocast(rank)
     dtypes = {} if is_autocast else _computed_dtypes(recipe.model, rank.dtype)
-    for key, itemsize in rank.itemsizes.items():
+    # Layers in 4 bits compute as others do.
+    peft = recipe.config.peft
+    in_8_bits = peft is not None and peft.quantize_base == "int8"
+    for key, itemsize in rank.itemsizes.items() if in_8_bits else ():
         dtypes[key] = torch.float32 if itemsize == 4 else torch.bfloat16
     # The output of an embedding is complete on each rank.
     lookups = [module for module in backbone.modules() if isinstance(module, nn.Embedding)]
@@ -56,7 +59,7 @@ def _traced(rank: RankParts, batch: MicroBatchShape) -> StepTrace | None:
     parts = {key: shape for key, shape in rank.shapes.items() if key not in complete}
     # The code of some models states the number of heads, which a rank has fewer of.
     shapes: list[Mapping[int, torch.Size]] = [parts, {}] if rank.shapes else [{}]
-    quantized = quantized_layers(recipe)
+    quantized = quantized_layers(recipe) if in_8_bits else []
     for keeps_attention, of_rank in [(keeps, each) for each in shapes for keeps in (False, True)]:
         try:
             with _without_output_layer(backbone), _quantized(backbone, quantized, is_autocast):

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.data.media.image_packing import PACK_IDS
+from automodel_ckpt.models.layers.quantized_linear import num_bytes
 from automodel_ckpt.models.loss.loss_head import output_layer
 from automodel_ckpt.models.quantize import type_beside_quantized
 from automodel_ckpt.parallel.expert_parallel import experts_of
@@ -31,8 +32,8 @@ def nbytes(tensors: Parameters) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-_BYTES_IN_4_BITS = 0.5 + 1 / 64
-"""Of an element: its bits, and its share of a scale of 8 bits for 64 elements."""
+_DEQUANTIZING = 10
+"""On a CPU, bytes of an element while a weight is dequantized: codes, and values before and after scaling."""
 
 
 class RankParts:
@@ -71,6 +72,9 @@ class RankParts:
         total = 0
         for parameter in parameters:
             nbytes = self.shape(parameter).numel() * (dtype or parameter.dtype).itemsize
+            if id(parameter) in self.itemsizes:
+                # It is gathered as it is stored.
+                nbytes = int(parameter.numel() * self.itemsizes[id(parameter)])
             # A rank gathers one of ep parts of the experts.
             total += nbytes // self.sizes.ep if id(parameter) in self._experts else nbytes
         return total
@@ -83,6 +87,16 @@ class RankParts:
             total += self.shape(parameter).numel() * itemsize
         return int(total) // self.num_shards
 
+    def dequantized_bytes(self, parameters: Parameters) -> int:
+        """Bytes of the largest of *parameters* that a pass dequantizes from 4 bits: one at a time."""
+        largest = 0
+        for parameter in parameters:
+            if self.itemsizes.get(id(parameter), 1.0) < 1:
+                itemsize = (self.dtype or parameter.dtype).itemsize
+                nbytes = parameter.numel() * (itemsize if self.on_gpu else _DEQUANTIZING)
+                largest = max(largest, nbytes)
+        return largest
+
 
 def quantized_layers(recipe: Any) -> list[nn.Linear]:
     """The layers that ``peft.quantize_base`` quantizes when the base is read: all but the output layer."""
@@ -93,7 +107,7 @@ def quantized_layers(recipe: Any) -> list[nn.Linear]:
     outputs = set() if head is None else set(head.modules())
     found = []
     for module in recipe.model.modules():
-        if not isinstance(module, nn.Linear) or module in outputs:
+        if type(module) is not nn.Linear or module in outputs:
             continue
         if not module.weight.requires_grad:
             found.append(module)
@@ -101,18 +115,22 @@ def quantized_layers(recipe: Any) -> list[nn.Linear]:
 
 
 def quantized_itemsizes(recipe: Any) -> dict[int, float]:
-    """Bytes of an element of each frozen parameter of a quantized base, by id. Empty for other models."""
+    """Bytes of an element of the frozen parameters of a quantized base that have another type in a run, by id.
+
+    Empty for other models. bitsandbytes (8 bits) has other types for what it does not quantize, too.
+    """
     layers = quantized_layers(recipe)
     if not layers:
         return {}
     section = recipe.config.peft
     assert section is not None
-    of_layers = 1.0 if section.quantize_base == "int8" else _BYTES_IN_4_BITS
-    weights = {id(layer.weight) for layer in layers}
+    weights = {id(layer.weight): layer.weight.numel() for layer in layers}
+    if section.quantize_base != "int8":
+        return {key: num_bytes(size) / size for key, size in weights.items()}
     found: dict[int, float] = {}
     for parameter in recipe.model.parameters():
         if id(parameter) in weights:
-            found[id(parameter)] = of_layers
+            found[id(parameter)] = 1.0
         elif not parameter.requires_grad:
             found[id(parameter)] = float(type_beside_quantized(parameter.dtype).itemsize)
     return found

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from automodel_ckpt.base.store_url import cache_directory
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.files.layout import ADAPTER_MODEL_CONFIG
@@ -22,7 +25,10 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
 )
 from automodel_ckpt.config.keys.model import PeftConfig
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models import quantize
 from automodel_ckpt.models.fresh_base import make_base
+from automodel_ckpt.models.inspect.float32_parts import float32_names
 from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.inspect.repository import base_directory
 from automodel_ckpt.models.layers.adapter import (
@@ -30,12 +36,17 @@ from automodel_ckpt.models.layers.adapter import (
     add_adapters,
     widen_trained,
 )
+from automodel_ckpt.models.layers.adapter_layers import find_modules
 from automodel_ckpt.models.layers.lora import Lora
-from automodel_ckpt.models.quantize import quantized_loading
+from automodel_ckpt.models.layers.quantized_linear import quantize_layers
+from automodel_ckpt.models.loss.loss_head import output_layer
+from automodel_ckpt.models.loss.mtp import is_of_mtp
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
 from automodel_ckpt.training.model.sections import ModelRequest, repository_options
+
+log = logging.getLogger("automodel_ckpt")
 
 
 def lora_of(section: PeftConfig) -> Lora:
@@ -70,21 +81,53 @@ def fresh_base(request: ModelRequest) -> None:
             )
 
 
-def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` for ``peft.quantize_base``. Empty without it.
+def check_quantization(config: RecipeConfig, layout: RankLayout) -> None:
+    """Raise :class:`RecipeError` if the device or the strategy does not support ``peft.quantize_base``."""
+    kind = None if config.peft is None else config.peft.quantize_base
+    if kind is not None:
+        strategy = choose_strategy(config.distributed.strategy, layout.sizes)
+        quantize.check_quantization(kind, device=layout.device, strategy=strategy)
 
-    Raises :class:`RecipeError` if the device or the strategy does not support it.
-    """
-    section: Any = config.model
-    if config.peft is None or config.peft.quantize_base is None:
+
+def quantized_loading(request: ModelRequest) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` for a base in 8 bits. Empty for others."""
+    peft = request.config.peft
+    if peft is None or peft.quantize_base != "int8" or request.is_dry_run:
         return {}
-    strategy = choose_strategy(config.distributed.strategy, layout.sizes)
-    return quantized_loading(
-        config.peft.quantize_base,
-        device=layout.device,
-        strategy=strategy,
-        dtype=section.dtype or "float32",
-    )
+    return quantize.int8_loading(request.layout.device)
+
+
+def quantize_base(request: ModelRequest, model: nn.Module) -> None:
+    """Let the linear layers of *model* have weights in 4 bits if ``peft.quantize_base`` asks for it.
+
+    Layers that are trained in full and the output layer are not quantized, as with transformers. A dry run leaves the
+    model as it is, and computes the bytes. Raises :class:`RecipeError` if there is nothing to quantize.
+    """
+    peft, device = request.config.peft, request.layout.device
+    kind = None if peft is None else peft.quantize_base
+    if peft is None or kind is None or kind == "int8" or request.is_dry_run:
+        return
+    head = head_of(request, model)
+    _, saved = find_modules(model, lora_of(peft), head)
+    outputs = output_layer(model)
+    excluded = {*saved, *head}
+    for name, module in model.named_modules():
+        if module is outputs or is_of_mtp(name):
+            excluded.add(name)
+    # A model that keeps a layer in float32 needs it.
+    names = float32_names(model, torch.bfloat16)
+    excluded.update(name.rpartition(".")[0] for name in names)
+    quantized = quantize_layers(model, kind, device, excluded=excluded)
+    if not quantized:
+        raise RecipeError(
+            "the base has no linear layer that can be quantized",
+            where="peft.quantize_base",
+            value=f"{kind}, {type(model).__name__}",
+            hint="remove peft.quantize_base",
+        )
+    log.info("the base has %s in 4 bits (%s)", counted(len(quantized), "linear layer"), kind)
+    if device.type == "cpu":
+        log.warning("a CPU dequantizes the layers slowly in each pass (peft.quantize_base)")
 
 
 def head_of(request: ModelRequest, model: nn.Module) -> tuple[str, ...]:

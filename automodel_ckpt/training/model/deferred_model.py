@@ -322,13 +322,15 @@ def build_unsharded(request: ModelRequest) -> DeferredModel:
     needs_values, loading = "", None
     if config.peft is not None:
         from automodel_ckpt.models.layers.adapter import why_whole
-        from automodel_ckpt.training.model.adapters import lora_of, quantization
+        from automodel_ckpt.training.model import adapters
 
-        needs_values = why_whole(lora_of(config.peft))
-        loading = quantization(config, layout)
+        if not request.is_dry_run:
+            adapters.check_quantization(config, layout)
+        needs_values = why_whole(adapters.lora_of(config.peft))
+        loading = adapters.quantized_loading(request)
     files = f"config.json and generation_config.json of {base}" if base else "model.from_config"
     with naming_files("transformers cannot build this model", files):
-        return build_deferred(
+        deferred = build_deferred(
             section,
             request.model_config,
             base=base,
@@ -342,6 +344,10 @@ def build_unsharded(request: ModelRequest) -> DeferredModel:
             # A model that is not trained needs the head of its files.
             allow_new_head=request.has_task_head and request.is_trained,
         )
+    if config.peft is not None:
+        # Before the vocabulary is resized, adapters are added and ranks divide the model.
+        adapters.quantize_base(request, deferred.model)
+    return deferred
 
 
 def _base(request: ModelRequest, section: ModelConfig) -> str | None:

@@ -36,6 +36,7 @@ from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in, tens
 from automodel_ckpt.models.inspect.float32_parts import float32_pattern
 from automodel_ckpt.models.inspect.repository import base_directory, fetched_directory
 from automodel_ckpt.models.inspect.vocabulary import log_resized, vocabulary_names
+from automodel_ckpt.models.layers.quantized_linear import QuantizedLinear
 from automodel_ckpt.models.weight_matching import (
     Names,
     Shape,
@@ -311,7 +312,11 @@ class PretrainedFiles:
             target = name if name in owners_of_rows else layout.name_of(fqn)
             is_resized = name in self._verdict.resized
             quantized = self._quantized.get(stored)
-            fillings[target] = Filling(self._tensors, stored, is_resized, quantized)
+            parent, _, key = former_fqns[name].rpartition(".")
+            owner = modules[parent]
+            is_packed = isinstance(owner, QuantizedLinear) and key == "weight"
+            take = owner.fill if is_packed else None
+            fillings[target] = Filling(self._tensors, stored, is_resized, quantized, take)
         return fillings
 
 

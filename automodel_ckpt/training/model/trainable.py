@@ -326,9 +326,9 @@ def check_before_data(request: ModelRequest) -> None:
     if isinstance(section, Target):
         return
     if config.peft is not None:
-        from automodel_ckpt.training.model.adapters import quantization
+        from automodel_ckpt.training.model.adapters import check_quantization
 
-        quantization(config, request.layout)
+        check_quantization(config, request.layout)
     if config.fp8 is not None:
         from automodel_ckpt.models.layers.fp8 import require_fp8
 

@@ -53,7 +53,6 @@ SMALLER = {  # what a few steps on two cores ask to be changed
     "preference/qwen3_0_6b_dpo_peft": ["--step_scheduler.global_batch_size=4"],
     EP: ["--distributed.ep_size=2", "--step_scheduler.global_batch_size=4"],
     "llm_finetune/qwen3/qwen3_8b_chat_qlora_peft": [
-        "--peft.quantize_base=null",  # needs CUDA
         "--step_scheduler.global_batch_size=8",
     ],
     "llm_finetune/qwen3/qwen3_4b_chat_peft": ["--step_scheduler.global_batch_size=4"],

@@ -273,8 +273,8 @@ def test_the_base_directory_is_made_once_and_another_model_in_its_place_is_refus
         error, RecipeError
     ) and "the directory of the base contains another model" in str(error)
     assert "hidden_size" in str(error)
-    error = alone(recipe, fresh, "--peft.quantize_base=nf4")
-    assert isinstance(error, RecipeError) and "it needs a CUDA device; this is a cpu" in str(error)
+    error = alone(recipe, fresh, "--peft.quantize_base=int8")
+    assert isinstance(error, RecipeError) and "8 bits need a CUDA device; this is a" in str(error)
 
 
 def test_the_side_files_say_where_the_base_is_from_the_run_too(saved_run: Path) -> None:

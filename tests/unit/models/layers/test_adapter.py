@@ -30,7 +30,7 @@ from automodel_ckpt.models.layers.adapter import add_adapters, copy_saved_module
 from automodel_ckpt.models.layers.adapter_layers import find_modules
 from automodel_ckpt.models.layers.lora import Lora
 from automodel_ckpt.models.meta_init import InitialValues, allocate, initialise, on_meta
-from automodel_ckpt.models.quantize import quantized_loading, type_beside_quantized
+from automodel_ckpt.models.quantize import check_quantization, type_beside_quantized
 from automodel_ckpt.training.watch.batch_errors import check_all_trained
 from tests.support.models.sizes import model_sizes
 
@@ -330,19 +330,19 @@ def test_an_output_layer_that_several_embeddings_share_is_not_trained_as_a_whole
 
 
 @pytest.mark.parametrize(
-    ("device", "strategy", "said"),
+    ("kind", "device", "strategy", "said"),
     [
-        ("cpu", "single", "it needs a CUDA device; this is a cpu"),
-        ("cuda", "fsdp2", "cannot be sharded by fsdp2"),
-        ("cuda", "ddp", "bitsandbytes is not installed"),
+        ("int8", "cpu", "single", "8 bits need a CUDA device; this is a cpu"),
+        ("int8", "cuda", "fsdp2", "cannot be sharded by fsdp2"),
+        ("nf4", "cuda", "ddp", "bitsandbytes is not installed"),
     ],
 )
-def test_a_quantized_base_is_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, device: str, strategy: str, said: str
+def test_a_base_that_cannot_be_quantized_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, device: str, strategy: str, said: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(RecipeError, match=said):
-        quantized_loading("nf4", device=torch.device(device), strategy=strategy, dtype="bfloat16")
+        check_quantization(kind, device=torch.device(device), strategy=strategy)
 
 
 @pytest.mark.parametrize("saved", ["embed_tokens", "lm_head"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from automodel_ckpt.base.code_tables import dynamic_table, nearest
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.optim.adam8bit import AdamW8bit, divided, joined
-from automodel_ckpt.optim.moment_codes import dynamic_table, nearest
 
 
 def test_only_a_second_moment_of_0_is_stored_as_0() -> None:

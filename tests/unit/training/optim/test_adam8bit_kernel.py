@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from automodel_ckpt.base.code_tables import dynamic_table, nearest
 from automodel_ckpt.optim import adam8bit
 from automodel_ckpt.optim.adam8bit import update_blocks
-from automodel_ckpt.optim.moment_codes import dynamic_table, nearest
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,4 +1,4 @@
-"""The codes of 8-bit moments: a table of 256 values, and how the nearest one is found.
+"""Quantization by tables: the values that codes of 8 bits stand for, and how the nearest one is found.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
 """
