@@ -163,6 +163,7 @@ $(TRAINERS)/.ready: $(STAMP)
 	@touch $@
 
 trainers: $(TRAINERS)/.ready  ## what kills cost in Trainer, TRL and Lightning, with their checkpoints and ours, and the guide's examples: an hour
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRAINERS)/bin/python -m pytest -q tests/unit/integrations/test_lightning_callback.py
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRAINERS)/bin/python -m pytest -q tests/contract/repository/test_docs.py -k library
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TRAINERS)/bin/python -m tools.trainers --write
 

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from automodel_ckpt.cli.common.terminal import print_error, require_utf8
+from automodel_ckpt.base.terminal import print_error, require_utf8
 from automodel_ckpt.cli.targets.table import export_hf
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError, describe, limit_error
 

@@ -106,7 +106,7 @@ class AutomodelError(Exception):
     exit_code = EXIT_INTERNAL
 
     def __init__(
-        self, what: str, *, where: object, value: object, hint: str, restart: str = ""
+        self, what: str, where: object, value: object, hint: str, restart: str = ""
     ) -> None:
         self.problems: tuple[Problem, ...] = (Problem(what, str(where), value, hint, restart),)
         super().__init__(what)
@@ -118,6 +118,17 @@ class AutomodelError(Exception):
         error = cls(first.what, where=first.where, value=first.value, hint=first.hint)
         error.problems = tuple(problems)
         return error
+
+    @classmethod
+    def check(cls, problems: Sequence[Problem]) -> None:
+        """Raise one error that reports all *problems*, if there are any."""
+        if problems:
+            raise cls.all_of(problems)
+
+    @classmethod
+    def of_system(cls, error: OSError, what: str, *, hint: str) -> AutomodelError:
+        """Return the error of a failed system call, with its path and errno."""
+        return cls.all_of([os_problem(error, what, hint=hint)])
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)

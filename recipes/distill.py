@@ -18,7 +18,9 @@ from torch import nn
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.keys.kinds import DistillConfig
+from automodel_ckpt.config.recipe_rules import Unsupported
 from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.samples.teacher_targets import (
     LOG_PROBS,
@@ -34,8 +36,8 @@ from automodel_ckpt.models.loss.distillation_targets import (
     TeacherTargets,
     TopTargets,
 )
+from automodel_ckpt.models.loss.fused_cross_entropy import TokenHits
 from automodel_ckpt.models.loss.fused_distillation import Distillation
-from automodel_ckpt.models.loss.loss_inputs import TokenHits
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.kinds.teacher import (
     Order,
@@ -50,9 +52,8 @@ from automodel_ckpt.training.kinds.teacher import (
     with_numbered_labels,
 )
 from automodel_ckpt.training.kinds.teacher_cache import TeacherCaches, check_countable
-from automodel_ckpt.training.parts.objective import Objective, Tensors
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.recipe import Recipe
-from automodel_ckpt.training.unsupported import Unsupported
 from automodel_ckpt.training.values.records import LossSum
 
 log = logging.getLogger("automodel_ckpt")

@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.config.keys.kinds import DPOConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.preference import CHOSEN, REJECTED, SCORES, ScoredPairs
 from automodel_ckpt.errors import RecipeError
@@ -32,7 +33,6 @@ from automodel_ckpt.recipes.preference import (
     Reference,
     label_counts,
 )
-from automodel_ckpt.training.parts.objective import Tensors
 from automodel_ckpt.training.values.records import LossSum
 
 log = logging.getLogger("automodel_ckpt")

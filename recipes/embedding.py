@@ -19,30 +19,28 @@ from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.kinds import EmbeddingConfig
 from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.data.text_pairs import PairCollator
 from automodel_ckpt.errors import Problem
-from automodel_ckpt.loss.contrastive import contrastive_losses, ranks_of
+from automodel_ckpt.loss.ranking import contrastive_losses, ranks_of
 from automodel_ckpt.models.loss.pooling import hidden_states_of, pool
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.kinds.embedding_checks import (
+from automodel_ckpt.training.kinds.embedding import (
     UNSUPPORTED,
+    PairsOverRanks,
+    Parts,
     check_architecture,
     check_attention,
     misplaced_in_data,
+    num_pairs_of,
+    own_candidates,
+    parts_of,
     see_both_ways,
     sentence_transformers_files,
     with_backbone,
 )
-from automodel_ckpt.training.kinds.embedding_pairs import (
-    PairsOverRanks,
-    Parts,
-    num_pairs_of,
-    own_candidates,
-    parts_of,
-)
-from automodel_ckpt.training.measure.evaluation import EvaluationSums
-from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.values.records import BatchSize, LossSum
+from automodel_ckpt.training.parts.objective import Objective
+from automodel_ckpt.training.values.records import BatchSize, EvaluationSums, LossSum
 
 _ATTENTION = "embedding.attention"
 _RANKED_TOGETHER = 512

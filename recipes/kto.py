@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from automodel_ckpt.config.keys.kinds import KTOConfig
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.data.kto import DESIRABLE, MISMATCHED, KTOCollator
 from automodel_ckpt.errors import Problem
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
@@ -25,9 +26,7 @@ from automodel_ckpt.recipes.preference import (
     evaluation_pass,
     has_labels,
 )
-from automodel_ckpt.training.measure.evaluation import EvaluationTotals
-from automodel_ckpt.training.parts.objective import Tensors
-from automodel_ckpt.training.values.records import BatchSize, LossSum
+from automodel_ckpt.training.values.records import BatchSize, EvaluationTotals, LossSum
 
 _ROW_TENSORS = ("input_ids", "attention_mask", "labels")
 

@@ -18,7 +18,7 @@ from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.packing import PackedDataset
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.error_texts import naming_files
+from automodel_ckpt.models.inspect.interface import naming_files
 from automodel_ckpt.models.inspect.repository import from_library_first
 from automodel_ckpt.training.model.sections import preprocessor_options, row_multiple
 from automodel_ckpt.training.parts.preprocessors import (

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_ckpt.config.keys.kinds import ORPOConfig
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.loss.causal import IGNORE_INDEX
 from automodel_ckpt.recipes.preference import PairFinetune, PairObjective, label_counts
-from automodel_ckpt.training.parts.objective import Tensors
 from automodel_ckpt.training.values.records import LossSum
 
 _LOG_HALF = -0.6931471805599453

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.config.recipe_rules import Unsupported
 from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.data.preference import NUMBERS, PreferenceCollator, require_pairs
 from automodel_ckpt.errors import Problem
 from automodel_ckpt.loss.causal import (
@@ -27,7 +29,7 @@ from automodel_ckpt.loss.causal import (
     labelled_positions,
     shift_labels,
 )
-from automodel_ckpt.models.inspect.forward import logits_of
+from automodel_ckpt.models.inspect.interface import logits_of
 from automodel_ckpt.models.inspect.repository import check_revision
 from automodel_ckpt.models.layers.adapter import without_adapters
 from automodel_ckpt.models.loss.loss_head import head_without_adapters
@@ -36,8 +38,7 @@ from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.model.sections import naming_keys
 from automodel_ckpt.training.model.trainable import Trainable
-from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.unsupported import Unsupported
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 log = logging.getLogger("automodel_ckpt")

@@ -29,7 +29,7 @@ from automodel_ckpt.data.batches.packing import PackedDataset, check_has_length
 from automodel_ckpt.data.mixture import IndexedStream, MixtureStream, for_each_source
 from automodel_ckpt.data.samples.samples import RowStream
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.loss.z_loss import ZLoss
+from automodel_ckpt.models.loss.fused_cross_entropy import ZLoss
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.parts.objective import Objective

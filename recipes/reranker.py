@@ -13,22 +13,23 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.kinds import RerankerConfig
+from automodel_ckpt.config.recipe_rules import WITH_HEAD
 from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.data.text_pairs import ScoreCollator, check_negatives, has_types
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.loss.causal import IGNORE_INDEX
-from automodel_ckpt.loss.listwise import listwise_losses
-from automodel_ckpt.models.inspect.forward import text_inputs
+from automodel_ckpt.loss.ranking import listwise_losses
+from automodel_ckpt.models.inspect.interface import text_inputs
 from automodel_ckpt.models.task_head import SEQUENCE_CLASSIFICATION, set_one_score
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.kinds.embedding_checks import (
+from automodel_ckpt.training.kinds.embedding import (
     check_attention,
     misplaced_in_data,
     see_both_ways,
 )
 from automodel_ckpt.training.model.sections import row_multiple
-from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.unsupported import WITH_HEAD
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 _ATTENTION = "reranker.attention"

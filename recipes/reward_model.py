@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from automodel_ckpt.config.keys.kinds import RewardModelConfig
+from automodel_ckpt.config.recipe_rules import NEEDS_HEAD, NO_GENERATION
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.data.preference import MARGIN
 from automodel_ckpt.models.task_head import SEQUENCE_CLASSIFICATION, set_one_score
 from automodel_ckpt.recipes.preference import OF_ANSWERS, PairFinetune, PairObjective
-from automodel_ckpt.training.parts.objective import Tensors
-from automodel_ckpt.training.unsupported import NEEDS_HEAD, NO_GENERATION
 from automodel_ckpt.training.values.records import LossSum
 
 

@@ -17,17 +17,17 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from automodel_ckpt.config.callables.plugins import build
+from automodel_ckpt.config.recipe_rules import Unsupported
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
-from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.collate import IGNORE_INDEX, Tensors
 from automodel_ckpt.data.seq2seq import SourceTargetCollator
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.loss.causal import in_numpy
-from automodel_ckpt.models.inspect.forward import class_and_message, model_without_adapters
+from automodel_ckpt.models.inspect.interface import class_and_message, model_without_adapters
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.model.trainable import Trainable
-from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.unsupported import Unsupported
+from automodel_ckpt.training.parts.objective import Objective
 
 
 def shifted(model: Any, labels: Tensor) -> Tensor:

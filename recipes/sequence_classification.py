@@ -19,15 +19,17 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.kinds import ClassificationConfig
+from automodel_ckpt.config.recipe_rules import WITH_HEAD
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.classification import LabelCollator
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.data.samples.labels import Labels
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.loss.causal import IGNORE_INDEX, in_numpy
 from automodel_ckpt.loss.label_measures import f1_scores, pearson
-from automodel_ckpt.models.inspect.forward import text_inputs
+from automodel_ckpt.models.inspect.interface import text_inputs
 from automodel_ckpt.models.task_head import (
     SEQUENCE_CLASSIFICATION,
     padding_of,
@@ -36,11 +38,9 @@ from automodel_ckpt.models.task_head import (
     set_padding,
 )
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.measure.evaluation import EvaluationTotals
 from automodel_ckpt.training.model.sections import row_multiple
-from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.unsupported import WITH_HEAD
-from automodel_ckpt.training.values.records import BatchSize, LossSum
+from automodel_ckpt.training.parts.objective import Objective
+from automodel_ckpt.training.values.records import BatchSize, EvaluationTotals, LossSum
 
 log = logging.getLogger("automodel_ckpt")
 

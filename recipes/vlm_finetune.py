@@ -19,7 +19,7 @@ from automodel_ckpt.data.media.image_packing import PackCollator, PackedImages, 
 from automodel_ckpt.data.media.media_files import AUDIO, media_of_data, usual_media
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.vision import AutoMultimodalModel, image_token_ids
+from automodel_ckpt.models.inspect.interface import AutoMultimodalModel, image_token_ids
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.model.sections import row_multiple
 from automodel_ckpt.training.parts.preprocessors import build_processor

@@ -1,7 +1,5 @@
 """The environment that every test runs in: offline, one thread, and caches of this test session's own."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os
@@ -27,7 +25,7 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal
 """The signals for which a training installs handlers."""
 RECORDED = (
     ("automodel_ckpt.config.callables.trust", "_trusts_remote_code"),
-    ("automodel_ckpt.logs.start_time", "_noted"),
+    ("automodel_ckpt.logs.timeline", "_noted"),
 )
 """What a command records for its process: modules and names."""
 # A shell script starts background commands with SIGINT ignored, and each process of the tests would inherit that.

@@ -29,7 +29,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import default_node, default_of
 from automodel_ckpt.config.tree.convert import describe, members, section_type, target_type
 from automodel_ckpt.config.tree.rules import MISSING
-from automodel_ckpt.data.rows.arguments import RowOptions
+from automodel_ckpt.data.collate import RowOptions
 from tools import features
 from tools.support import ROOT, parser_of, table
 

@@ -1,6 +1,6 @@
 """Write the tables of docs/guides/which-method.md: the memory that --dry-run forecasts for methods, models and GPUs.
 
-python -m tools.which_method    # minutes on two cores; needs bitsandbytes (extra `quantization`), and no GPU
+python -m tools.which_method    # minutes on two cores; needs no GPU
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from automodel_ckpt import load_recipe
-from automodel_ckpt.cli.checks.rank_counts import mesh_sizes
+from automodel_ckpt.cli.launch.ranks import mesh_sizes
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.forecast.plan import ForecastDevice, plan
 from tools.support import ROOT, table, write_block
@@ -68,7 +68,5 @@ def cell(model: str, method: str, num_gpus: int) -> str:
 
 if __name__ == "__main__":
     for number in (1, 8):
-        # With DDP, each of several GPUs needs what one needs.
-        methods = [each for each in METHODS if each != "QLoRA" or number == 1]
-        rows = [[model, *(cell(model, each, number) for each in methods)] for model in MODELS]
-        write_block(f"gpus-{number}", table(["model", *methods], rows), PAGE)
+        rows = [[model, *(cell(model, each, number) for each in METHODS)] for model in MODELS]
+        write_block(f"gpus-{number}", table(["model", *METHODS], rows), PAGE)

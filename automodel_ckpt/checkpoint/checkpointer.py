@@ -17,7 +17,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,6 @@ from automodel_ckpt.checkpoint.node_directories import (
     open_node_directories,
 )
 from automodel_ckpt.checkpoint.options import CheckpointOptions, validate_options
-from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.discovery import (
     check_call,
     check_state,
@@ -58,7 +56,7 @@ from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.save import Assets, Forecast, Save, SaveReport, SaveSettings
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.checkpoint.transfers import Transfers, with_local_directory
-from automodel_ckpt.errors import AutomodelError, RecipeError, SaveFailed
+from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
 
 if TYPE_CHECKING:
@@ -121,7 +119,6 @@ class Checkpointer:
             if group is None and dist.is_initialized():
                 group = dist.group.WORLD
             ranks = _ranks_in(group)
-        self._ranks, self._group = ranks, group
         self.is_rank0 = ranks.rank == 0
         """Whether this rank coordinates saves."""
         self._options = options
@@ -138,23 +135,23 @@ class Checkpointer:
         # A notebook that creates its checkpointer again cannot close the lost one.
         self._release_if_lost = weakref.finalize(self, run.release)
         self._release_if_lost.atexit = False
-        self._settings = SaveSettings(run, ranks, self.assets, options)
+        self._settings = SaveSettings(run, ranks, self.assets, options, group)
         if nodes is not None:
             self._settings.use_nodes(nodes)
         self.notes = self._settings.notes
         """Short texts that each checkpoint's manifest contains in ``environment``, such as ``precision``."""
         self._planner = Planner(self._settings)
         self._directories: NodeDirectories | None = None
-        self.loader = CheckpointLoader(self._settings, options, group)
+        self.loader = CheckpointLoader(self._settings, options)
         """What loads. ``on_nodes`` has the checkpoints that are distributed over several nodes."""
-        self.exports = Exports(self._settings, group, self.wait_for_save)
+        self.exports = Exports(self._settings, self.wait_for_save)
         """The exports of this run's checkpoints as Hugging Face files."""
-        self.transfers = Transfers(self._settings, options, group)
+        self.transfers = Transfers(self._settings, options)
         """What is transferred from and to the store of ``remote``."""
         self._save_level = logging.DEBUG if is_quiet else logging.INFO
         self._is_async = options.is_async
         self._async: AsyncSaves | None = None
-        self._sync = SyncSaves(self._planner, group, self.exports)
+        self._sync = SyncSaves(self._planner, self.exports)
 
     @property
     def run(self) -> RunDirectory:
@@ -179,7 +176,7 @@ class Checkpointer:
         With a URL as directory, the nodes need not share the local one. Raises :class:`RecipeError` on all ranks if the
         directory cannot be written, if another run uses it, or if the nodes do not share it although they have to.
         """
-        with self._raise_on_all_ranks(OPENING, RecipeError):
+        with self._settings.raise_on_all_ranks(OPENING, RecipeError):
             if self.is_rank0:
                 self.run.hold()
                 self.transfers.open()
@@ -189,7 +186,9 @@ class Checkpointer:
         if self.nodes is not None:
             return
         # Checkpoints are distributed over the directories of the nodes, if these do not share the run directory.
-        directories = open_node_directories(self.run, self._ranks.rank, self._group, self._options)
+        directories = open_node_directories(
+            self.run, self._settings.ranks.rank, self._settings.group, self._options
+        )
         self._directories = directories
         if directories is None:
             return
@@ -217,7 +216,7 @@ class Checkpointer:
         Raises on all ranks what it raises. An error that is no :class:`AutomodelError` becomes :class:`SaveFailed` with
         *doing* in its message.
         """
-        with self._raise_on_all_ranks(doing):
+        with self._settings.raise_on_all_ranks(doing):
             if self.is_rank0:
                 work()
 
@@ -238,7 +237,7 @@ class Checkpointer:
             RecipeError: if the optimizer has state that a checkpoint cannot store.
         """
         forecast = None
-        with self._raise_on_all_ranks("estimating the size of a checkpoint"):
+        with self._settings.raise_on_all_ranks("estimating the size of a checkpoint"):
             if self.is_rank0:
                 forecast = self.forecast(state)
                 self._planner.check_fits(forecast, classify(state))
@@ -259,7 +258,7 @@ class Checkpointer:
         from automodel_ckpt.checkpoint.saving.async_saves import create_async_saves
 
         self._async, reason = create_async_saves(
-            self._planner, self._group, state, timeout_seconds=self._timeout_seconds
+            self._planner, state, timeout_seconds=self._timeout_seconds
         )
         if self._async is not None:
             # Its process may still write.
@@ -350,12 +349,12 @@ class Checkpointer:
         self, save: Save, state: Values, saves: SyncSaves | AsyncSaves
     ) -> SaveReport:
         """Save with a new plan, which the ranks agree on by one exchange. Collective."""
-        with self._raise_on_all_ranks(f"saving {save.name}"):
+        with self._settings.raise_on_all_ranks(f"saving {save.name}"):
             self._planner.read_state(save, state)
             proposal = self._planner.propose(save)
         # After the block: the others would wait here for a rank that failed in it.
-        proposals = agree.gather_objects(self._group, proposal)
-        shares = self._planner.assign(save, proposals, self._group)
+        proposals = agree.gather_objects(self._settings.group, proposal)
+        shares = self._planner.assign(save, proposals)
         save.staging.path = Path(proposals[0].staging)
         return saves.save(save, proposals, shares)
 
@@ -377,7 +376,7 @@ class Checkpointer:
     @property
     def is_writing(self) -> bool:
         """Whether this rank has a background save in progress."""
-        return self._async is not None and self._async.is_writing
+        return self._async is not None and self._async.background.state == "busy"
 
     @property
     def upload_failed(self) -> bool:
@@ -386,12 +385,14 @@ class Checkpointer:
         True after a failed background save, or if another run took over the directory. All ranks should then call
         :meth:`wait_for_save`.
         """
-        return self.run.is_lost or (self._async is not None and self._async.has_failed)
+        return self.run.is_lost or (
+            self._async is not None and self._async.background.state == "failed"
+        )
 
     def await_copies(self) -> None:
         """Call this before state on the device is changed: its copy may not be complete yet."""
         if self._async is not None:
-            self._async.await_copies()
+            self._async.background.await_copies()
 
     def wait_for_save(self) -> bool:
         """Wait for the background save; return True if one was in progress. Collective.
@@ -412,7 +413,7 @@ class Checkpointer:
         """Make no exports from now on, and stop one that is in progress in the background. Call on all ranks."""
         self._settings.export_when = "never"
         if self._async is not None:
-            self._async.disable_exports()
+            self._async.background.disable_exports()
 
     # ---------------------------------------------------------------- load
 
@@ -460,10 +461,10 @@ class Checkpointer:
                 found[name] = module
         if found:
             # The ranks may have different files of the base.
-            with self._raise_on_all_ranks("reading the base of the adapters", RecipeError):
+            with self._settings.raise_on_all_ranks("reading the base of the adapters", RecipeError):
                 for name, module in found.items():
                     self.assets[name] = AdapterAssets.from_model(
-                        module, run=self.directory, rank=self._ranks.rank
+                        module, run=self.directory, rank=self._settings.ranks.rank
                     )
         if any(isinstance(each, AdapterAssets) for each in self.assets.values()):
             self._settings.use_adapter_file(self._options)
@@ -499,7 +500,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until this rank has no save or removal in progress. Not collective."""
         if self._async is not None:
-            self._async.wait()
+            self._async.background.wait()
         self.run.wait()
 
     def close(self) -> None:
@@ -515,11 +516,6 @@ class Checkpointer:
             self._directories.nodes.release()
         # Last: until here, removals and a background save may write in the directory.
         self.run.release()
-
-    def _raise_on_all_ranks(
-        self, doing: str, kind: type[AutomodelError] = SaveFailed
-    ) -> AbstractContextManager[None]:
-        return raise_on_all_ranks(self._group, doing, self.directory, kind)
 
 
 def _ranks_in(group: ProcessGroup | None) -> layout.DataParallelRanks:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
-
-from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.options import CheckpointOptions
-from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
@@ -33,7 +30,6 @@ from automodel_ckpt.checkpoint.state.model_config import (
     require_same_function,
 )
 from automodel_ckpt.errors import (
-    AutomodelError,
     CheckpointUnusable,
     LeaseLost,
     Problem,
@@ -86,25 +82,19 @@ class Resumed:
 
 
 class CheckpointLoader:
-    """Loads checkpoints of the run with *settings* on all ranks of *group*.
+    """Loads checkpoints of the run with *settings* on all its ranks.
 
     With ``on_incompatible: sibling`` it may replace the run directory in *settings* by a sibling of it.
     """
 
-    def __init__(
-        self, settings: SaveSettings, options: CheckpointOptions, group: ProcessGroup | None
-    ) -> None:
-        self._settings, self._options, self._group = settings, options, group
+    def __init__(self, settings: SaveSettings, options: CheckpointOptions) -> None:
+        self._settings, self._options = settings, options
         self.on_nodes: Mapping[Path, Streamed] = {}
         """The checkpoints that are distributed over several nodes, by path."""
 
     @property
     def _run(self) -> RunDirectory:
         return self._settings.run
-
-    @property
-    def _is_rank0(self) -> bool:
-        return self._settings.ranks.rank == 0
 
     def load(
         self,
@@ -144,16 +134,16 @@ class CheckpointLoader:
         can be used.
         """
         run, request = self._run, None
-        with self._raise_on_all_ranks("looking for a checkpoint", CheckpointUnusable):
-            if self._is_rank0:
+        with self._settings.raise_on_all_ranks("looking for a checkpoint", CheckpointUnusable):
+            if self._settings.is_rank0:
                 request = run.candidates(restore_from, None if fetched is None else fetched.path)
                 if newest_step is not None:
                     request = resume.up_to(request, newest_step)
         # _examine() is collective, so all ranks must try the same checkpoints in the same order.
-        request = agree.broadcast_object(self._group, request)
+        request = agree.broadcast_object(self._settings.group, request)
         assert request is not None
         chosen = self._first_usable(request, fetched)
-        if chosen is not None and request.note and self._is_rank0:
+        if chosen is not None and request.note and self._settings.is_rank0:
             log.info("%s", request.note)
         return chosen
 
@@ -173,7 +163,7 @@ class CheckpointLoader:
             step = str(name.step) if name else "?"
             answers = ("no", "?") if manifest is None else ("yes", "yes")
             skipped.append((str(path), step, *answers, reason))
-            if self._is_rank0:
+            if self._settings.is_rank0:
                 shown = run.display_path(path)
                 log.warning("Skipping checkpoint %s: %s", shown, reason)
                 if manifest is not None and path.parent == run.root:
@@ -200,6 +190,8 @@ class CheckpointLoader:
         Returns the manifest (None when it cannot be read) and the problems found by all ranks.
         """
         manifest: Manifest | None = None
+        doing = f"verifying {path.name}"
+        failure = partial(as_failure, doing=doing, where=path, kind=CheckpointUnusable)
 
         def problems_here() -> list[Problem]:
             nonlocal manifest
@@ -211,11 +203,9 @@ class CheckpointLoader:
             except CheckpointUnusable as error:
                 return list(error.problems)
             except OSError as error:
-                failure = as_failure(error, f"verifying {path.name}", path, CheckpointUnusable)
-                return list(failure.problems)
+                return list(failure(error).problems)
 
-        doing = f"verifying {path.name}"
-        by_rank = gather_or_raise(self._group, problems_here, doing, path, CheckpointUnusable)
+        by_rank = agree.gather_or_raise(self._settings.group, problems_here, failure)
         # The dict removes duplicates: all ranks find the same in the manifest.
         found = {}
         for problems in by_rank:
@@ -246,12 +236,12 @@ class CheckpointLoader:
     ) -> Resumed:
         in_memory = path.parent == self._run.memory
         fetched = self.on_nodes.get(path, fetched)
-        if self._is_rank0:
+        if self._settings.is_rank0:
             shown = self._run.display_path(path) if fetched is None else fetched.name
             log.info("Loading checkpoint from %s", shown)
-        with self._raise_on_all_ranks(f"loading {path.name}", CheckpointUnusable):
+        with self._settings.raise_on_all_ranks(f"loading {path.name}", CheckpointUnusable):
             self._check_kind_of_run(path, manifest)
-            if before_loading is not None and self._is_rank0:
+            if before_loading is not None and self._settings.is_rank0:
                 before_loading(path, manifest)
             started_anew = self._load(path, manifest, state, fetched)
         # Without restore_from, too: checkpoints that were skipped as damaged may have later names.
@@ -271,7 +261,7 @@ class CheckpointLoader:
         remote = None if fetched is None else fetched.ranges(manifest)
         loader = self._loader(path, manifest, remote)
         is_expected = self._settings.save_optimizer or manifest.is_imported_run
-        if manifest.left_out and not is_expected and self._is_rank0:
+        if manifest.left_out and not is_expected and self._settings.is_rank0:
             message = "checkpoint.save_optimizer is false: %s was saved without %s, which start with new state"
             log.warning(message, path.name, ", ".join(sorted(manifest.left_out)))
         # Where tensors do not fit, load() raises with their names, which says more than the model's config.
@@ -308,7 +298,7 @@ class CheckpointLoader:
         options = self._options
         if options.on_incompatible != "sibling" or options.restore_from is not None:
             return []
-        with self._raise_on_all_ranks(f"comparing with {path.name}", CheckpointUnusable):
+        with self._settings.raise_on_all_ranks(f"comparing with {path.name}", CheckpointUnusable):
             lines = self._loader(path, manifest).incompatibilities(classify(state))
             if not lines and not options.allow_changed_model:
                 lines = list(self._model_changes(path).function)
@@ -318,7 +308,7 @@ class CheckpointLoader:
         """Continue in the next sibling directory (``checkpoints.sibling-1``, -2, ...); the current one is unchanged."""
         previous = self._run
         self._settings.run = previous.sibling()
-        if self._is_rank0:
+        if self._settings.is_rank0:
             message = (
                 "THE CHECKPOINTS IN %s BELONG TO A DIFFERENT MODEL and are not changed: continuing in %s. "
                 "Differences from %s:%s"
@@ -326,9 +316,9 @@ class CheckpointLoader:
             lines = first_lines(differences)
             log.warning(message, previous.path, self._run.path, path.name, lines)
         doing = "opening a sibling of checkpoint.checkpoint_dir"
-        with self._raise_on_all_ranks(doing, RecipeError):
+        with self._settings.raise_on_all_ranks(doing, RecipeError):
             previous.release()
-            if self._is_rank0:
+            if self._settings.is_rank0:
                 self._run.hold()
 
     def _check_kind_of_run(self, path: Path, manifest: Manifest) -> None:
@@ -361,22 +351,17 @@ class CheckpointLoader:
     def _check_same_model(self, path: Path) -> None:
         """Raise :class:`CheckpointUnusable` where the model would compute another function with the saved weights."""
         changes = self._model_changes(path)
-        if self._is_rank0 and changes.training:
+        if self._settings.is_rank0 and changes.training:
             message = "the model's config changed since %s was saved:%s"
             log.warning(message, path.name, first_lines(list(changes.training)))
         if not self._options.allow_changed_model:
             require_same_function(path, changes)
-        elif self._is_rank0 and changes.function:
+        elif self._settings.is_rank0 and changes.function:
             message = (
                 "checkpoint.allow_changed_model: the model computes "
                 "a different function than the one saved in %s:%s"
             )
             log.warning(message, path.name, first_lines(list(changes.function)))
-
-    def _raise_on_all_ranks(
-        self, doing: str, kind: type[AutomodelError]
-    ) -> AbstractContextManager[None]:
-        return raise_on_all_ranks(self._group, doing, self._run.path, kind)
 
 
 def _has_file(manifest: Manifest, name: str, file: str) -> bool:

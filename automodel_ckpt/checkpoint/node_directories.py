@@ -33,7 +33,6 @@ from automodel_ckpt.checkpoint.memory.save_files import (
 )
 from automodel_ckpt.checkpoint.options import CheckpointOptions, Level
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
@@ -141,6 +140,11 @@ class NodeDirectories:
         """Whether all ranks have the same directory."""
         return len(self.nodes.nodes) == 1
 
+    @property
+    def generation(self) -> str:
+        """The name of the present generation, for the manifests of its checkpoints."""
+        return self._generation.name
+
     def _bring_logs(self, generations: Sequence[RunGeneration]) -> None:
         """Bring the logs of the last start to rank 0's node. *generations* are the generations of all ranks' nodes.
 
@@ -214,7 +218,7 @@ class NodeDirectories:
         step = 0 if resumed is None else resumed.step
         of_generation = "" if resumed is None else resumed.environment.get(NOTE, "")
         self.begin(step, of_generation=of_generation, abandons_later=abandons_later)
-        notes[NOTE] = self._generation.name
+        notes[NOTE] = self.generation
 
     def begin(self, step: int, *, of_generation: str = "", abandons_later: bool = False) -> None:
         """Begin a generation that continues from *step*: later checkpoints of earlier starts are abandoned.
@@ -329,7 +333,9 @@ def open_node_directories(
     :class:`RecipeError` on all ranks where they have to share it.
     """
     root = run.root
-    with raise_on_all_ranks(group, "checking for shared storage", run.path, RecipeError):
+    doing = "checking for shared storage"
+    convert = partial(as_failure, doing=doing, where=run.path, kind=RecipeError)
+    with agree.raise_on_all_ranks(group, convert):
         without = ranks_without_storage(root, rank, group)
     if without and not is_scratch_directory(root, options):
         raise no_shared_storage(root, without)

@@ -7,16 +7,12 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import ProcessGroup
-
 from automodel_ckpt.base.store_url import check_url, is_url, scratch_directory, with_remote
 from automodel_ckpt.checkpoint.options import CheckpointOptions, RemoteStorage
-from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
@@ -27,7 +23,7 @@ from automodel_ckpt.checkpoint.run.links import (
     remove_fetched,
 )
 from automodel_ckpt.checkpoint.saving.save import SaveSettings
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.parallel.ranks import agree
 
 if TYPE_CHECKING:
@@ -51,9 +47,7 @@ class Transfers:
     fetcher: Fetcher | None
     """What downloads, on rank 0 after :meth:`open`; None on other ranks, and without a URL to download from."""
 
-    def __init__(
-        self, settings: SaveSettings, options: CheckpointOptions, group: ProcessGroup | None
-    ) -> None:
+    def __init__(self, settings: SaveSettings, options: CheckpointOptions) -> None:
         if options.remote is not None:
             from automodel_ckpt.checkpoint.remote.background import check_remote
 
@@ -63,8 +57,6 @@ class Transfers:
         self._nodes: Nodes | None = None
         self._part_uploads: UploadingProcess | None = None
         self._options = options
-        self._group = group
-        self._is_rank0 = settings.ranks.rank == 0
         self._settings = settings
 
     @property
@@ -147,7 +139,7 @@ class Transfers:
         fetched: Fetched | None = None
 
         def fetch() -> Fetched | None:
-            if self._is_rank0:
+            if self._settings.is_rank0:
                 # Programs that use a checkpointer without open() have created neither.
                 self._run.hold()
                 self.open()
@@ -162,29 +154,29 @@ class Transfers:
                 fetched.bring(self._run.root)
 
         try:
-            with self._raise_on_all_ranks("downloading a checkpoint", CheckpointUnusable):
+            with self._settings.raise_on_all_ranks("downloading a checkpoint", CheckpointUnusable):
                 # A download may take longer than the timeout of the group.
-                fetched = agree.while_working(self._group, fetch, cancel=cancel)
+                fetched = agree.while_working(self._settings.group, fetch, cancel=cancel)
         except BaseException:
             # Also a stop request.
-            if self._is_rank0:
+            if self._settings.is_rank0:
                 with contextlib.suppress(OSError):
                     remove_fetched(self._run.root)
             raise
-        fetched = agree.broadcast_object(self._group, fetched)
+        fetched = agree.broadcast_object(self._settings.group, fetched)
         if self._nodes is not None:
-            with self._raise_on_all_ranks("downloading a checkpoint", CheckpointUnusable):
-                agree.while_working(self._group, bring)
+            with self._settings.raise_on_all_ranks("downloading a checkpoint", CheckpointUnusable):
+                agree.while_working(self._settings.group, bring)
         return fetched
 
     @property
     def _leads_other_node(self) -> bool:
         """Whether this is the first rank of a node other than rank 0's, and the nodes have separate directories."""
-        return self._nodes is not None and self._nodes.is_leader and not self._is_rank0
+        return self._nodes is not None and self._nodes.is_leader and not self._settings.is_rank0
 
     def remove_fetched(self, fetched: Fetched | None) -> None:
         """Remove what :meth:`fetch` returned, after all ranks have read it. Not collective."""
-        if fetched is not None and (self._is_rank0 or self._leads_other_node):
+        if fetched is not None and (self._settings.is_rank0 or self._leads_other_node):
             with contextlib.suppress(OSError):
                 remove_fetched(self._run.root)
 
@@ -197,8 +189,8 @@ class Transfers:
         if remote is None or self._nodes is None or self._part_uploads is not None:
             return
         mine = "" if self.uploads is None else self.uploads.token
-        token = agree.broadcast_object(self._group, mine)
-        with self._raise_on_all_ranks("starting the uploads"):
+        token = agree.broadcast_object(self._settings.group, mine)
+        with self._settings.raise_on_all_ranks("starting the uploads"):
             if self._leads_other_node:
                 from automodel_ckpt.checkpoint.remote.background import part_uploads
 
@@ -214,9 +206,9 @@ class Transfers:
             if self.uploads is not None:
                 work(self.uploads)
 
-        with self._raise_on_all_ranks(doing):
+        with self._settings.raise_on_all_ranks(doing):
             # The ranks of other nodes must not end before: their processes upload parts.
-            agree.while_working(self._group, use)
+            agree.while_working(self._settings.group, use)
 
     def _start(self, uploads: Uploads, step: int | None, name: str) -> None:
         if self._run.root != uploads.root:
@@ -270,7 +262,7 @@ class Transfers:
         remote = self._options.remote
         if remote is None:
             return
-        passed = max(agree.gather_objects(self._group, seconds_since_signal))
+        passed = max(agree.gather_objects(self._settings.group, seconds_since_signal))
         seconds = min(remote.wait_after_signal_seconds, grace_seconds) - passed
 
         self._use_uploads(
@@ -284,11 +276,6 @@ class Transfers:
             self.uploads.close()
         if self._part_uploads is not None:
             self._part_uploads.leave()
-
-    def _raise_on_all_ranks(
-        self, doing: str, kind: type[AutomodelError] = SaveFailed
-    ) -> AbstractContextManager[None]:
-        return raise_on_all_ranks(self._group, doing, self._run.path, kind)
 
 
 def with_local_directory(

@@ -7,28 +7,28 @@ module is imported when its command is run.
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NoReturn
 
-from automodel_ckpt.base.version import __version__
-from automodel_ckpt.cli.commands import completion
-from automodel_ckpt.cli.common.arguments import add_usage, resolve_paths
-from automodel_ckpt.cli.common.paths import check_working_directory
-from automodel_ckpt.cli.common.remote import reject_urls
-from automodel_ckpt.cli.common.terminal import (
+from automodel_ckpt.base.terminal import (
     leave_reader,
     naming_output,
     occupy_standard_streams,
     output_failure,
     print_error,
-    problem_json,
     require_utf8,
 )
+from automodel_ckpt.base.version import __version__
+from automodel_ckpt.cli.commands import completion
+from automodel_ckpt.cli.common.arguments import add_usage, resolve_paths
+from automodel_ckpt.cli.common.output import problem_json
+from automodel_ckpt.cli.common.remote import reject_urls
+from automodel_ckpt.cli.launch.process import check_working_directory
 from automodel_ckpt.errors import (
     EXIT_DONE,
     AutomodelError,
@@ -63,7 +63,7 @@ class Verb:
 
     def part(self, name: str) -> Any:
         """Import the module of the command, and return its ``NAME_COMMAND``, or the module's ``NAME``."""
-        module = importlib.import_module(f"automodel_ckpt.cli.{self.module}")
+        module = import_module(f"automodel_ckpt.cli.{self.module}")
         own = f"{name}_{self.name}"
         return getattr(module, own.upper() if name.isupper() else own, None) or getattr(
             module, name, None
@@ -113,6 +113,7 @@ VERBS: Sequence[Verb] = tuple(_verbs())
 
 
 _PRUNE = "prune, which removes all checkpoints that its options do not keep, such as --keep-last 2"
+# What other programs call commands, and the commands here.
 _OTHER_WORDS = {
     "list": "ls",
     "info": "show",
@@ -127,18 +128,16 @@ _OTHER_WORDS = {
     "upload": "push",
     "download": "pull",
 }
-"""What other programs call commands, and the commands here."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(ArgumentParser):
     """An argument parser that raises :class:`RecipeError` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        hint = f"`{self.prog} --help` lists the arguments"
-        raise RecipeError(message, where=self.prog, value="", hint=hint)
+        raise RecipeError(message, self.prog, "", f"`{self.prog} --help` lists the arguments")
 
 
-def parser(only: str = "") -> argparse.ArgumentParser:
+def parser(only: str = "") -> ArgumentParser:
     """Build the parser of ``ckpt``'s command line; with *only*, with the arguments of this command alone."""
     result = _Parser(prog="ckpt", description="Inspect, verify, convert and manage checkpoints.")
     result.add_argument("--version", action="version", version=f"automodel_ckpt {__version__}")
@@ -165,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     """Parse and run a command line, and report its failure. Returns the exit code."""
     # Until the command line is parsed, errors are printed as if it had only these two values.
-    arguments = argparse.Namespace(command="", json="--json" in words)
+    arguments = Namespace(command="", json="--json" in words)
     try:
         arguments = _parsed(words)
         resolve_paths(arguments)
@@ -195,7 +194,7 @@ def _run(words: list[str]) -> int:
         return _report_failure(limit, arguments)
 
 
-def _parsed(words: list[str]) -> argparse.Namespace:
+def _parsed(words: list[str]) -> Namespace:
     """Parse a command line. Raises :class:`RecipeError`, with the command or option that was probably meant."""
     whole = parser(words[0] if words and words[0] in {verb.name for verb in VERBS} else "")
     known = completion.command_options(whole)
@@ -203,18 +202,17 @@ def _parsed(words: list[str]) -> argparse.Namespace:
         meant = _OTHER_WORDS.get(words[0])
         hint = f"here: ckpt {meant}" if meant else _suggestion(words[0], known)
         hint = hint or "`ckpt --help` lists the commands"
-        raise RecipeError("unknown command", where="ckpt", value=words[0], hint=hint)
+        raise RecipeError("unknown command", "ckpt", words[0], hint)
     arguments, unknown = whole.parse_known_args(words)
     arguments.parser = parser
     if not unknown:
         return arguments
-    option = unknown[0].partition("=")[0]
-    hint = _suggestion(option, known[arguments.command])
+    hint = _suggestion(unknown[0].partition("=")[0], known[arguments.command])
     raise RecipeError(
         "unknown arguments",
-        where=f"ckpt {arguments.command}",
-        value=" ".join(unknown),
-        hint=hint or f"`ckpt {arguments.command} --help` lists the arguments",
+        f"ckpt {arguments.command}",
+        " ".join(unknown),
+        hint or f"`ckpt {arguments.command} --help` lists the arguments",
     )
 
 
@@ -226,7 +224,7 @@ def _suggestion(word: str, names: Iterable[str]) -> str:
     return f"did you mean {meant}?" if meant else ""
 
 
-def _report_failure(error: BaseException, arguments: argparse.Namespace) -> int:
+def _report_failure(error: BaseException, arguments: Namespace) -> int:
     """Print an error, with ``--json`` also as a document on standard output; return the exit code."""
     is_writing = any(verb.name == arguments.command and "writes" in verb.traits for verb in VERBS)
     if isinstance(error, OSError):
@@ -235,8 +233,7 @@ def _report_failure(error: BaseException, arguments: argparse.Namespace) -> int:
             "cannot access a file or directory",
             hint="check the path, its permissions and the free space",
         )
-        kind = SaveFailed if is_writing else CheckpointUnusable
-        error = kind.all_of([problem])
+        error = (SaveFailed if is_writing else CheckpointUnusable).all_of([problem])
     elif isinstance(error, SaveFailed) and not is_writing:
         # A store that cannot be read: commands that only read save nothing.
         error = CheckpointUnusable.all_of(error.problems)

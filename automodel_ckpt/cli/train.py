@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING
 
 import automodel_ckpt
 from automodel_ckpt.base.python_child import check_temporary_directory
-from automodel_ckpt.base.user_code import reporting_user_failures
-from automodel_ckpt.cli.checks.rank_counts import (
-    check_ranks,
-    known_ranks,
-    mesh_sizes,
-)
-from automodel_ckpt.cli.common.paths import check_working_directory
-from automodel_ckpt.cli.common.terminal import (
+from automodel_ckpt.base.terminal import (
     hiding_values,
     leave_reader,
     naming_output,
@@ -28,7 +21,13 @@ from automodel_ckpt.cli.common.terminal import (
     print_error,
     require_utf8,
 )
-from automodel_ckpt.cli.launch.process import raise_file_limit
+from automodel_ckpt.base.user_code import reporting_user_failures
+from automodel_ckpt.cli.launch.process import check_working_directory, raise_file_limit
+from automodel_ckpt.cli.launch.ranks import (
+    check_ranks,
+    known_ranks,
+    mesh_sizes,
+)
 from automodel_ckpt.config.bind import INVALID, Binder
 from automodel_ckpt.config.load import LoadedRecipe, convert_recipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
@@ -56,8 +55,9 @@ PRINTING_MODES = {
 }
 """Modes with output that a reader such as head(1) may cut off."""
 
+# Modes that write nothing.
 _READING_MODES = {"dry_run", "show_samples"}
-"""Modes that write nothing."""
+# Modes that are options of another one.
 _REQUIRED = {
     "selftest_steps": "selftest_resume",
     "selftest_nproc": "selftest_resume",
@@ -68,7 +68,6 @@ _REQUIRED = {
     "image": "write_launcher",
     "volume_claim": "write_launcher",
 }
-"""Modes that are options of another one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,7 +140,7 @@ def _run_recipe(line: CommandLine) -> int:
     generated = _generated(line)
     path = generated.path if generated else _recipe_path(line)
     line.problems += _mode_problems(line)
-    launcher: LauncherOptions | None = None
+    launcher = None
     if "write_launcher" in line.modes:
         from automodel_ckpt.cli.cluster.options import launcher_options
 
@@ -237,8 +236,7 @@ def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOp
     from automodel_ckpt.cli.cluster.launcher import check_flags, write_launcher
 
     check_flags(line.flags)
-    num_ranks = int(line.flags.nnodes) * int(line.flags.nproc_per_node)
-    check_ranks(loaded, num_ranks)
+    check_ranks(loaded, int(line.flags.nnodes) * int(line.flags.nproc_per_node))
     write_launcher(loaded, line, options)
     return EXIT_DONE
 
@@ -251,9 +249,9 @@ def _show_samples(loaded: LoadedRecipe, line: CommandLine) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text):
         raise RecipeError(
             "--show-samples must be a number of samples",
-            where="--show-samples",
-            value=text,
-            hint="for example --show-samples 3",
+            "--show-samples",
+            text,
+            "for example --show-samples 3",
         )
     loaded, recipe_class = _derived(loaded, line, "--show-samples")
     with reporting_user_failures(RecipeError):
@@ -320,9 +318,9 @@ def _derived(
     if not issubclass(recipe_class, Recipe):
         raise RecipeError(
             f"{flag} requires a recipe derived from Recipe",
-            where=flag,
-            value=f"{recipe_class.__module__}.{recipe_class.__qualname__}",
-            hint="derive the recipe from automodel_ckpt.training.recipe.Recipe",
+            flag,
+            f"{recipe_class.__module__}.{recipe_class.__qualname__}",
+            "derive the recipe from automodel_ckpt.training.recipe.Recipe",
         )
     return loaded, recipe_class
 
@@ -364,8 +362,7 @@ def _recipe_path(line: CommandLine) -> str:
 def _reports_for_node() -> bool:
     """Whether this process prints errors that are the same on all ranks of the node."""
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    variable = "LOCAL_RANK" if is_under_torchrun else "SLURM_LOCALID"
-    return os.environ.get(variable, "0") == "0"
+    return os.environ.get("LOCAL_RANK" if is_under_torchrun else "SLURM_LOCALID", "0") == "0"
 
 
 if __name__ == "__main__":

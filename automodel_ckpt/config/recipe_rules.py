@@ -1,15 +1,19 @@
-"""What the sections of a recipe require of each other: relations between keys, and conditions for their effect."""
+"""What the sections of a recipe require of each other and of the recipe: relations, conditions, unsupported keys."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.config.keys.monitoring import has_benchmarks
+from automodel_ckpt.config.keys.monitoring import EvaluationConfig, HarnessConfig
 from automodel_ckpt.config.registry import is_own
-from automodel_ckpt.config.tree.rules import Condition, Relation
+from automodel_ckpt.config.schema_keys import is_changed
+from automodel_ckpt.config.tree.rules import Condition, Relation, Target
+from automodel_ckpt.errors import Problem
 
 KIND_SECTIONS: dict[str, tuple[str, ...]] = {
     "classification": ("sequence_classification",),
@@ -28,6 +32,22 @@ KIND_SECTIONS: dict[str, tuple[str, ...]] = {
 def has_validation(recipe: Any) -> bool:
     """Whether a recipe, or a namespace with its fields, has validation data."""
     return recipe.validation_dataset is not None or bool(recipe.validation_datasets)
+
+
+def harness_of(recipe: Any) -> HarnessConfig | None:
+    """The benchmark that a recipe, or a namespace with its fields, runs during training. None when there is none."""
+    section = getattr(recipe, "evaluation", None)
+    return None if section is None else section.harness
+
+
+def has_benchmarks(recipe: Any) -> bool:
+    """Whether a recipe, or a namespace with its fields, runs benchmarks during training.
+
+    A section that is not valid counts: nothing else should be reported because of it.
+    """
+    section = getattr(recipe, "evaluation", None)
+    is_invalid = section is not None and not isinstance(section, EvaluationConfig)
+    return is_invalid or harness_of(recipe) is not None
 
 
 def has_metrics(recipe: Any) -> bool:
@@ -52,11 +72,17 @@ def can_go_back(recipe: Any) -> bool:
     return bool(steps.on_spike.rollback <= longest)
 
 
-def _asks(recipe: Any, key: str) -> bool:
-    """Whether the value at a dotted key requests something: it is not null, false, empty, or a size of 1."""
+def _value_of(recipe: Any, key: str) -> Any:
+    """The value at a dotted key. Returns None when a section of it is missing, or is another kind of section."""
     value = recipe
     for name in key.split("."):
         value = getattr(value, name, None)
+    return value
+
+
+def _asks(recipe: Any, key: str) -> bool:
+    """Whether the value at a dotted key requests something: it is not null, false, empty, or a size of 1."""
+    value = _value_of(recipe, key)
     return bool(value) and not (key.endswith("_size") and value == 1)
 
 
@@ -301,3 +327,86 @@ CONDITIONS: tuple[Condition, ...] = (
         "remove padding_free or packed_sequence",
     ),
 )
+
+
+def _changed_keys(section: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a section and its subsections with values that differ from their defaults."""
+    values = vars(section)
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, Target):
+            yield from _changed_keys(value, f"{prefix}{name}.")
+        elif is_changed(type(section), values, name):
+            yield prefix + name
+
+
+def unused_without_checkpoints(recipe: Any) -> list[str]:
+    """Changed keys that have no effect because ``checkpoint.enabled`` is false."""
+    if recipe.checkpoint.enabled:
+        return []
+    prefixes = ["checkpoint.", "step_scheduler.mtbf_hours", "logging.sample_ids"]
+    for name in vars(recipe.step_scheduler):
+        if name.startswith("ckpt_"):
+            prefixes.append(f"step_scheduler.{name}")
+    return [
+        key
+        for key in _changed_keys(recipe)
+        if key.startswith(tuple(prefixes)) and key != "checkpoint.enabled"
+    ]
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A key that a recipe does not support, and why. A key with a whole number as its value is supported up to 1."""
+
+    key: str
+    reason: str
+    hint: str = ""
+    """What to do instead; by default, to remove the key."""
+
+
+def unsupported_keys(config: Any, table: Iterable[Unsupported]) -> list[Problem]:
+    """Describe each key of *table* that is set in *config*."""
+    problems = []
+    for row in table:
+        value = _value_of(config, row.key)
+        is_size = isinstance(value, int)
+        if value is None or (is_size and value <= 1):
+            continue
+        what = f"the recipe {config.recipe} does not support {row.key}: {row.reason}"
+        hint = row.hint or f"remove {row.key}"
+        problems.append(Problem(what, row.key, _as_text(value), hint))
+    return problems
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, int | str):
+        return str(value)
+    return value._target_ if isinstance(value, Target) else "a section"
+
+
+NEEDS_HEAD = Unsupported(
+    "model._target_",
+    "the head of the model depends on the recipe",
+    "set model.from_pretrained or model.from_config",
+)
+NO_GENERATION = Unsupported(
+    "generation",
+    "a model with a classification head generates no text",
+    "remove generation; name metrics of a validation_dataset instead",
+)
+WITH_HEAD = (
+    NEEDS_HEAD,
+    NO_GENERATION,
+    Unsupported("packed_sequence", "a row has one label or score"),
+    Unsupported("loss_fn", "the recipe's own section describes the loss"),
+    Unsupported(
+        "distributed.pp_size",
+        "a model with a classification head cannot be divided into pipeline stages",
+        "remove pp_size: fsdp2 shards the model over the same ranks",
+    ),
+    Unsupported(
+        "distributed.cp_size",
+        "the head needs complete rows, which context parallel ranks divide",
+    ),
+)
+"""What recipes do not support that train a classification head instead of an output layer."""

@@ -25,10 +25,6 @@ from automodel_ckpt.config.keys.data import (
     ProcessorConfig,
     TokenizerConfig,
 )
-from automodel_ckpt.config.keys.distributed import (
-    DistributedConfig,
-    MeshSizes,
-)
 from automodel_ckpt.config.keys.kinds import (
     ClassificationConfig,
     DistillConfig,
@@ -66,8 +62,10 @@ from automodel_ckpt.config.keys.optimizer import (
     OptionsGroup,
     TargetGroup,
 )
-from automodel_ckpt.config.keys.step_scheduler import (
+from automodel_ckpt.config.keys.ranks_and_steps import (
+    DistributedConfig,
     EarlyStoppingConfig,
+    MeshSizes,
     OnSpikeConfig,
     StepSchedulerConfig,
 )

@@ -16,7 +16,7 @@ from automodel_ckpt.config.tree.convert import (
     section_type,
     target_type,
 )
-from automodel_ckpt.config.tree.rules import MISSING, Target
+from automodel_ckpt.config.tree.rules import MISSING
 from automodel_ckpt.config.tree.yaml_tree import Node, node_of
 
 EXTENDS = "extends"
@@ -157,28 +157,3 @@ def is_changed(cls: type[Any], values: Mapping[str, Any], key: str) -> bool:
         return is_changed(type(value), vars(value), inner)
     (field,) = [field for field in dataclasses.fields(cls) if field.name == name]
     return bool(value != default_of(field))
-
-
-def _changed_keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a section and its subsections with values that differ from their defaults."""
-    values = vars(section)
-    for name, value in values.items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, Target):
-            yield from _changed_keys(value, f"{prefix}{name}.")
-        elif is_changed(type(section), values, name):
-            yield prefix + name
-
-
-def unused_without_checkpoints(recipe: Any) -> list[str]:
-    """Changed keys that have no effect because ``checkpoint.enabled`` is false."""
-    if recipe.checkpoint.enabled:
-        return []
-    prefixes = ["checkpoint.", "step_scheduler.mtbf_hours", "logging.sample_ids"]
-    for name in vars(recipe.step_scheduler):
-        if name.startswith("ckpt_"):
-            prefixes.append(f"step_scheduler.{name}")
-    return [
-        key
-        for key in _changed_keys(recipe)
-        if key.startswith(tuple(prefixes)) and key != "checkpoint.enabled"
-    ]

@@ -8,8 +8,8 @@ Every file is compared with the digests of its manifest before a checkpoint is a
 
 from __future__ import annotations
 
-import importlib
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.convert.formats.nemo.tar_files import TarMember, TarReader, TarWriter
 from automodel_ckpt.convert.publishing import held_run, published_file
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem, unusable
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, unusable
 
 _NUM_THREADS = 2
 _MAX_LOG_BYTES = 1 << 32
@@ -62,9 +62,7 @@ def archive(source: Path, target: Path, *, level: int, log: Log) -> tuple[list[s
         )
     manifests = [Manifest.read(checkpoint) for checkpoint in checkpoints]
     for checkpoint, manifest in zip(checkpoints, manifests, strict=True):
-        problems = verify(checkpoint, manifest)
-        if problems:
-            raise CheckpointUnusable.all_of(problems)
+        CheckpointUnusable.check(verify(checkpoint, manifest))
     with published_file(target, log, what="the archive") as staging:
         compressor = zstandard.ZstdCompressor(
             level=level, threads=_NUM_THREADS, write_checksum=True
@@ -106,9 +104,9 @@ def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
         # Before a run directory is created. The manifests limit the members and their sizes.
         reader = TarReader(path, decompressed, (zstandard.ZstdError,), max_members=None)
     except OSError as error:
-        hint = "check the path and its permissions"
-        problem = os_problem(error, "the archive cannot be read", hint=hint)
-        raise CheckpointUnusable.all_of([problem]) from error
+        raise CheckpointUnusable.of_system(
+            error, "the archive cannot be read", hint="check the path and its permissions"
+        ) from error
     with reader, held_run(run, f"extracting {path}") as directory:
         published = _Extraction(reader, directory.root, log).run()
         # Sets LATEST and LOWEST_VAL to the newest and the best checkpoint.
@@ -118,13 +116,13 @@ def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
 
 def _zstandard() -> Any:
     try:
-        return importlib.import_module("zstandard")
+        return import_module("zstandard")
     except ImportError as error:
         raise RecipeError(
             "archives need the library zstandard",
-            where="ckpt archive",
-            value="not installed",
-            hint="pip install 'automodel_ckpt[archive]'",
+            "ckpt archive",
+            "not installed",
+            "pip install 'automodel_ckpt[archive]'",
         ) from error
 
 

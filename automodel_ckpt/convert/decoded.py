@@ -10,7 +10,6 @@ lock on those that it uses.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import os
@@ -18,9 +17,10 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from automodel_ckpt.errors import CheckpointUnusable, os_problem
+from automodel_ckpt.errors import CheckpointUnusable
 
 _PREFIX = "automodel_ckpt-values"
 
@@ -48,13 +48,15 @@ def decoded_directory(source: Path, variant: str, decode: Callable[[Path], None]
                 except BaseException:
                     shutil.rmtree(directory, ignore_errors=True)
                     raise
-            held = contextlib.ExitStack()
+            held = ExitStack()
             held.enter_context(_locked(directory, fcntl.LOCK_SH))
     except OSError as error:
         error.filename = error.filename or tempfile.gettempdir()
-        hint = "free space, or set TMPDIR to a directory on another disk"
-        problem = os_problem(error, f"{source.name} could not be decoded", hint=hint)
-        raise CheckpointUnusable.all_of([problem]) from error
+        raise CheckpointUnusable.of_system(
+            error,
+            f"{source.name} could not be decoded",
+            hint="free space, or set TMPDIR to a directory on another disk",
+        ) from error
     owner = os.getpid()
 
     def release() -> None:
@@ -63,7 +65,7 @@ def decoded_directory(source: Path, variant: str, decode: Callable[[Path], None]
             return
         held.close()
         # A process that decodes now removes what is not used.
-        with contextlib.suppress(OSError), _locked(base, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with suppress(OSError), _locked(base, fcntl.LOCK_EX | fcntl.LOCK_NB):
             _remove_if_unused(directory)
 
     # Imported only here: listing files has to be fast.
@@ -77,7 +79,7 @@ def decoded_directory(source: Path, variant: str, decode: Callable[[Path], None]
 def _base() -> Path:
     """Return this user's directory for decoded files, which no other user can write."""
     base = Path(os.path.realpath(tempfile.gettempdir()), f"{_PREFIX}-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):
+    with suppress(FileExistsError):
         base.mkdir(mode=0o700)
     status = os.lstat(base)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -92,7 +94,7 @@ def _name_of(source: Path, variant: str) -> str:
     return hashlib.sha256(repr(identity).encode(errors="surrogateescape")).hexdigest()[:32]
 
 
-@contextlib.contextmanager
+@contextmanager
 def _locked(directory: Path, operation: int) -> Iterator[None]:
     """Lock *directory* in the block. Raises OSError, for a lock of another process if *operation* does not wait."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -104,5 +106,5 @@ def _locked(directory: Path, operation: int) -> Iterator[None]:
 
 
 def _remove_if_unused(directory: Path) -> None:
-    with contextlib.suppress(OSError), _locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
+    with suppress(OSError), _locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
         shutil.rmtree(directory, ignore_errors=True)

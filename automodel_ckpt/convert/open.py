@@ -15,13 +15,15 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.type_aliases import Values
+from automodel_ckpt.checkpoint.files.safe_open import without_links
+from automodel_ckpt.checkpoint.files.type_aliases import AnyPath, Strings, Values
 from automodel_ckpt.checkpoint.options import Level
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, has_manifest
 from automodel_ckpt.checkpoint.parts.slices import contiguous_slices
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import resume
@@ -48,7 +50,10 @@ _OTHER_NAMES = (
     "tok_embeddings.weight",
 )
 _OWN_NAMES = "these are names of the other program: Hugging Face names need the model's config.json beside the weights"
-_HINT = "name a run directory, a checkpoint, a pointer such as checkpoints/LATEST, or a directory of *.safetensors"
+_unusable = partial(
+    unusable,
+    hint="name a run directory, a checkpoint, a pointer such as checkpoints/LATEST, or a directory of *.safetensors",
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Weights:
     checkpoint: Path | None = None
     export: ExportManifest | None = None
     files: frozenset[str] = frozenset()
-    omitted: tuple[str, ...] = ()
+    omitted: Strings = ()
     side_files: Path | None = None
     stated_config: Values = field(default_factory=dict)
 
@@ -82,8 +87,7 @@ class Weights:
         elif self.export is not None:
             used = {*self.files, layout.HF_INDEX}
             problems = self.export.problems(only=used, level=level, rank=rank, num_ranks=num_ranks)
-        if problems:
-            raise CheckpointUnusable.all_of(problems)
+        CheckpointUnusable.check(problems)
 
 
 def open_source(path: Path) -> Source:
@@ -99,7 +103,7 @@ def open_source(path: Path) -> Source:
         return open_checkpoint(path)
     if path.is_file():
         return _open_file(path)
-    directory = Path(os.path.realpath(path))
+    directory = without_links(path)
     for place in (directory, directory / MODEL):
         if place.is_dir():
             check_links_of_weights(place)
@@ -118,10 +122,10 @@ def open_base(directory: Path) -> Weights:
 
     Raises :class:`CheckpointUnusable` as :func:`open_weights` does.
     """
-    return _open_resolved(Path(os.path.realpath(directory)))
+    return _open_resolved(without_links(directory))
 
 
-def open_weights(path: str | os.PathLike[str], config: Path | None = None) -> Weights:
+def open_weights(path: AnyPath, config: Path | None = None) -> Weights:
     """Describe the weights in *path*: a run directory (its newest complete checkpoint), a checkpoint, a pointer to one,
     a module's directory in one, a directory of another program, or a single .safetensors file.
 
@@ -139,9 +143,9 @@ def open_weights(path: str | os.PathLike[str], config: Path | None = None) -> We
 
 def _open_resolved(found: Path, config: Path | None = None) -> Weights:
     # lexists(): a broken link must not let a checkpoint pass as files without digests.
-    if os.path.lexists(found / layout.MANIFEST):
+    if has_manifest(found):
         return Weights(found, _modules_of(found), found)
-    if os.path.lexists(found.parent / layout.MANIFEST):
+    if has_manifest(found.parent):
         return Weights(found, {MODEL: _module_in(found)}, found.parent)
     return _weights_of(found, _open_external(found, config))
 
@@ -226,11 +230,11 @@ def _in_hugging_face_names(source: Source, path: Path, config: Path | None) -> S
 
 def _resolved(path: Path) -> Path:
     """Return the checkpoint of a pointer or run directory; any other path without links."""
-    path = Path(os.path.realpath(resume.pointed_path(path) or path))
+    path = without_links(resume.pointed_path(path) or path)
     if not path.is_dir():
         value = "a file, not a directory" if path.exists() else "no such directory"
         raise _unusable("there are no weights here", path, value)
-    if os.path.lexists(path / layout.MANIFEST):
+    if has_manifest(path):
         return path
     newest = resume.newest(path)
     if newest is None:
@@ -278,7 +282,3 @@ def _module_in(directory: Path) -> Tensors:
             f"it has {sorted(found)}",
         )
     return found[directory.name]
-
-
-def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
-    return unusable(what, where, value, _HINT)

@@ -6,9 +6,10 @@ the next command with the same target removes. Imports no torch.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from automodel_ckpt.base.durable_io import (
@@ -27,7 +28,7 @@ from automodel_ckpt.checkpoint.run import maintenance
 from automodel_ckpt.checkpoint.run.directory import RunDirectory, check_not_a_file
 from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
 from automodel_ckpt.checkpoint.run.resume import KeepPolicy
-from automodel_ckpt.errors import SaveFailed, os_problem, writing_hint
+from automodel_ckpt.errors import SaveFailed, writing_hint
 
 
 def check_file_target(target: Path, *, overwrite: bool) -> None:
@@ -55,11 +56,10 @@ def check_directory_target(target: Path) -> None:
         )
 
 
-def _occupied(target: Path, value: str, hint: str) -> SaveFailed:
-    return SaveFailed("the output path already exists", where=target, value=value, hint=hint)
+_occupied = partial(SaveFailed, "the output path already exists")
 
 
-@contextlib.contextmanager
+@contextmanager
 def published_file(target: Path, log: Log, *, what: str) -> Iterator[Path]:
     """Yield the path of a file that replaces *target* when the block ends, and is removed if the block raises.
 
@@ -86,15 +86,17 @@ def published_file(target: Path, log: Log, *, what: str) -> Iterator[Path]:
         fsync_directory(target.parent)
     except OSError as error:
         error.filename = error.filename or str(target)
-        hint = f"{writing_hint(error)}, or choose another output path"
-        problem = os_problem(error, f"{what} could not be written", hint=hint)
-        raise SaveFailed.all_of([problem]) from error
+        raise SaveFailed.of_system(
+            error,
+            f"{what} could not be written",
+            hint=f"{writing_hint(error)}, or choose another output path",
+        ) from error
     finally:
         if staging is not None:
             staging.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
+@contextmanager
 def published_directory(target: Path, log: Log) -> Iterator[Path]:
     """Yield a directory that becomes *target* when the block ends, and is removed if the block raises.
 
@@ -108,7 +110,7 @@ def published_directory(target: Path, log: Log) -> Iterator[Path]:
                 fsync_file(Path(parent, name))
 
 
-@contextlib.contextmanager
+@contextmanager
 def held_run(path: Path, doing: str) -> Iterator[RunDirectory]:
     """Yield the run directory *path* for a command that adds checkpoints; leftovers of killed saves are removed first.
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import Key
+from automodel_ckpt.data.collate import Key, RowOptions, require_choice, require_tokenizer
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import (
     REASONING,
@@ -23,7 +23,6 @@ from automodel_ckpt.data.conversations.messages import (
     turns_of,
 )
 from automodel_ckpt.data.conversations.template_choice import template_of
-from automodel_ckpt.data.rows.arguments import RowOptions, require_choice, require_tokenizer
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of

@@ -14,11 +14,19 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.collate import Batch, Item, Key, padded, require_keys, unusable_sample
+from automodel_ckpt.data.collate import (
+    Batch,
+    Item,
+    Key,
+    padded,
+    require_choice,
+    require_keys,
+    require_tokenizer,
+    unusable_sample,
+)
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import at_row, turns_of
 from automodel_ckpt.data.conversations.template_choice import template_of
-from automodel_ckpt.data.rows.arguments import require_choice, require_tokenizer
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.encoder import tokenize, truncated

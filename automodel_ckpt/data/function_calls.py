@@ -14,6 +14,7 @@ from typing import Any, Literal, Unpack
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.chat import conversations_of
+from automodel_ckpt.data.collate import RowOptions
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import (
     CALL,
@@ -24,7 +25,6 @@ from automodel_ckpt.data.conversations.messages import (
     turns_of,
 )
 from automodel_ckpt.data.conversations.template_choice import template_of
-from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
 from automodel_ckpt.data.samples.tokenized import Samples, Truncation

@@ -6,7 +6,7 @@ from typing import Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.rows.arguments import RowOptions
+from automodel_ckpt.data.collate import RowOptions
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.labels import list_of, whole_number

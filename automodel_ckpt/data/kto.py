@@ -16,13 +16,13 @@ from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     Batch,
     Item,
+    RowOptions,
     Sample,
     require_index,
     require_keys,
 )
 from automodel_ckpt.data.preference import CHOSEN, REJECTED, PreferenceDataset
 from automodel_ckpt.data.preference import pairs as preference_pairs
-from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.labels import FLAGS
 from automodel_ckpt.data.samples.samples import RowStream, TextDataset, samples_of

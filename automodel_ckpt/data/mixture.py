@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from automodel_ckpt.data.batches.sampler import derive_seed, permutation
+from automodel_ckpt.data.batches.micro_batches import derive_seed, permutation
 from automodel_ckpt.data.batches.stream_batches import restores_exactly
 from automodel_ckpt.data.collate import (
     Integers,
     State,
     require_index,
+    require_range,
 )
-from automodel_ckpt.data.rows.arguments import require_range
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)

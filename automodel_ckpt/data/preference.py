@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.batches.micro_batches import Collate
 from automodel_ckpt.data.chat import PairEncoder
-from automodel_ckpt.data.collate import Batch, Item, Sample, require_keys
+from automodel_ckpt.data.collate import Batch, Item, RowOptions, Sample, require_keys
 from automodel_ckpt.data.conversations.chat_renderer import common_length
-from automodel_ckpt.data.rows.arguments import RowOptions
 from automodel_ckpt.data.rows.rows import (
     ColumnRows,
     Rows,

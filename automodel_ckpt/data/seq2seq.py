@@ -20,15 +20,13 @@ from automodel_ckpt.data.collate import (
     Ids,
     Key,
     PadCollator,
-    Sample,
-    require_keys,
-    unusable_sample,
-)
-from automodel_ckpt.data.rows.arguments import (
     RowOptions,
+    Sample,
     require_choice,
+    require_keys,
     require_range,
     require_tokenizer,
+    unusable_sample,
 )
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated

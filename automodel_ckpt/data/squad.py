@@ -7,8 +7,7 @@ from typing import Literal, Unpack
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.chat import chat_pairs, pair_template
-from automodel_ckpt.data.collate import Key
-from automodel_ckpt.data.rows.arguments import RowOptions
+from automodel_ckpt.data.collate import Key, RowOptions
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of

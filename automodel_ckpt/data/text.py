@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.rows.arguments import RowOptions, require_choice
+from automodel_ckpt.data.collate import RowOptions, require_choice
 from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of

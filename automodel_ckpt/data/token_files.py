@@ -14,8 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.collate import Integers
-from automodel_ckpt.data.rows.arguments import require_choice, require_range
+from automodel_ckpt.data.collate import Integers, require_choice, require_range
 from automodel_ckpt.data.rows.files import is_pattern
 from automodel_ckpt.data.samples.token_arrays import (
     TokenArray,

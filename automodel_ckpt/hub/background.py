@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.run.links import TO_HUB, step_of
@@ -31,9 +31,9 @@ def check_hub(section: HubConfig) -> None:
     if not has_token():
         raise RecipeError(
             "uploads to the Hugging Face Hub need a token",
-            where="hub.repo",
-            value=section.repo,
-            hint="`hf auth login`, or set HF_TOKEN to a token with write access",
+            "hub.repo",
+            section.repo,
+            "`hf auth login`, or set HF_TOKEN to a token with write access",
         )
     _card(section)
 
@@ -46,18 +46,18 @@ def _card(section: HubConfig) -> str | None:
     if path.resolve().suffix.lower() != ".md":
         raise RecipeError(
             "a model card is a Markdown file",
-            where="hub.card",
-            value=section.card,
-            hint=_CARD_HINT,
+            "hub.card",
+            section.card,
+            _CARD_HINT,
         )
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(
             "the model card cannot be read",
-            where="hub.card",
-            value=f"{section.card} ({error})",
-            hint=_CARD_HINT,
+            "hub.card",
+            f"{section.card} ({error})",
+            _CARD_HINT,
         ) from error
 
 
@@ -69,11 +69,11 @@ class Pushes:
 
     def __init__(self, root: Path, section: HubConfig, *, makes_exports: bool) -> None:
         self._root, self._section = root, section
+        # The newest step that the run has, for a process that is started again.
         self._step = 0
-        """The newest step that the run has, for a process that is started again."""
         name = "the process that uploads to the Hub"
 
-        def job() -> dict[str, Any]:
+        def job() -> ValueDict:
             return {**self.job, "went_back_to": self._step}
 
         self.process = UploadingProcess(_MODULE, root, LINK, LOCK, STATUS, job, name=name)
@@ -128,9 +128,9 @@ class Pushes:
             return
         failure = SaveFailed(
             "a model was not uploaded to the Hub; its checkpoint is complete on the local disk",
-            where=f"hub:{self._section.repo}",
-            value="; ".join(filter(None, (", ".join(missing), status.error.replace("\n", " ")))),
-            hint=f"upload it with `ckpt push {self._root} hub:{self._section.repo}`",
+            f"hub:{self._section.repo}",
+            "; ".join(filter(None, (", ".join(missing), status.error.replace("\n", " ")))),
+            f"upload it with `ckpt push {self._root} hub:{self._section.repo}`",
         )
         if self._section.required:
             raise failure

@@ -7,27 +7,29 @@ is made here.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.base.durable_io import owned, owner_digits, walk
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
+from automodel_ckpt.checkpoint.export.files import Log
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import digest_of, file_record, part_digests
 from automodel_ckpt.checkpoint.files.safe_open import (
+    json_bytes,
     model_file,
     parse_json,
     read_model_file,
     read_safely,
 )
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, has_manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.model_files import unreadable
 from automodel_ckpt.errors import CheckpointUnusable
@@ -35,7 +37,6 @@ from automodel_ckpt.errors import CheckpointUnusable
 README = "README.md"
 _MODEL = "model"
 _NOT_UPLOADED = frozenset({layout.CONSOLIDATE_SCRIPT, README, ".gitattributes"})
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Bundle:
     readme: str | None = None
     base: str | None = None
 
-    def read(self, name: str) -> dict[str, Any]:
+    def read(self, name: str) -> ValueDict:
         """The content of a JSON file; an empty mapping if there is none. Raises :class:`CheckpointUnusable`."""
         if name not in self.files:
             return {}
@@ -69,13 +70,13 @@ class Bundle:
             value = repr(error)[:200]
         raise CheckpointUnusable(
             "a file of the model cannot be read",
-            where=str(self.directory / name),
-            value=value,
-            hint="restore the file from another copy, or use another checkpoint",
+            self.directory / name,
+            value,
+            "restore the file from another copy, or use another checkpoint",
         )
 
 
-@contextlib.contextmanager
+@contextmanager
 def opened(path: Path, log: Log, *, base_model: str | None = None) -> Iterator[Bundle]:
     """Yield the files to upload of a checkpoint, an export, or another directory with a model.
 
@@ -100,8 +101,8 @@ def _place(path: Path) -> tuple[Path, Path | None]:
     """Return the directory with the files of the model at *path*, and its checkpoint, or None if that is unknown."""
     if os.path.lexists(path / layout.EXPORT_MANIFEST):
         checkpoint = path.parent.parent
-        return path, checkpoint if os.path.lexists(checkpoint / layout.MANIFEST) else None
-    if not os.path.lexists(path / layout.MANIFEST):
+        return path, checkpoint if has_manifest(checkpoint) else None
+    if not has_manifest(path):
         return path, None
     export = path / _MODEL / layout.CONSOLIDATED
     return export if os.path.lexists(export / layout.EXPORT_MANIFEST) else export.parent, path
@@ -141,12 +142,12 @@ def _described(
     if record := bundle.read(layout.AUTOMODEL_PEFT_CONFIG):
         if isinstance(record.get("base"), dict):
             record["base"] |= {"name": name, "relative_to_run": None}
-        files[layout.AUTOMODEL_PEFT_CONFIG] = json.dumps(record, indent=2).encode() + b"\n"
+        files[layout.AUTOMODEL_PEFT_CONFIG] = json_bytes(record)
     files[layout.ADAPTER_CONFIG] = content
     return replace(bundle, base=base if is_local else None)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _exported(checkpoint: Path, log: Log) -> Iterator[Path]:
     from automodel_ckpt.checkpoint.export.consolidate import consolidate
 
@@ -165,9 +166,7 @@ def _exported(checkpoint: Path, log: Log) -> Iterator[Path]:
 
 def _of_export(directory: Path, checkpoint: Path | None, base_model: str | None) -> Bundle:
     manifest = ExportManifest.read(directory)
-    problems = manifest.problems()
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
+    CheckpointUnusable.check(manifest.problems())
     if layout.ADAPTER_CONFIG in manifest.files:
         uploaded = filter(_is_uploaded, manifest.files)
         return _with_manifest(_described(directory, uploaded, checkpoint, base_model))
@@ -179,13 +178,12 @@ def _of_checkpoint(checkpoint: Path, base_model: str | None) -> Bundle:
     """The files of the model's directory in a checkpoint, in which they are the export."""
     manifest = Manifest.read(checkpoint)
     prefix = f"{_MODEL}/"
-    records = {}
-    for name, record in manifest.files.items():
-        if name.startswith(prefix) and _is_uploaded(name.removeprefix(prefix)):
-            records[name] = record
-    problems = verify(checkpoint, replace(manifest, files=records), "digest")
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
+    records = {
+        name: record
+        for name, record in manifest.files.items()
+        if name.startswith(prefix) and _is_uploaded(name.removeprefix(prefix))
+    }
+    CheckpointUnusable.check(verify(checkpoint, replace(manifest, files=records), "digest"))
     names = [name.removeprefix(prefix) for name in records]
     return _with_manifest(_described(checkpoint / _MODEL, names, checkpoint, base_model))
 
@@ -195,7 +193,7 @@ def _names_in(directory: Path) -> list[str]:
 
     Raises :class:`CheckpointUnusable` if there is no model, OSError for a directory that cannot be read.
     """
-    names: list[str] = []
+    names = []
     # A file, such as one of torch.save, is no model that the Hub's libraries load.
     for parent, directories, files in walk(directory) if directory.is_dir() else ():
         directories[:] = [name for name in directories if not name.startswith(".")]
@@ -211,9 +209,9 @@ def _names_in(directory: Path) -> list[str]:
     if not {"config.json", layout.ADAPTER_CONFIG} & set(names):
         raise CheckpointUnusable(
             "there is no model to upload",
-            where=str(directory),
-            value="neither config.json nor adapter_config.json",
-            hint="name a run, a checkpoint, an export (model/consolidated), or an adapter",
+            directory,
+            "neither config.json nor adapter_config.json",
+            "name a run, a checkpoint, an export (model/consolidated), or an adapter",
         )
     return names
 
@@ -238,7 +236,7 @@ def _with_manifest(bundle: Bundle) -> Bundle:
     return replace(bundle, files={**bundle.files, layout.EXPORT_MANIFEST: manifest})
 
 
-def _entry(content: Path | bytes) -> dict[str, Any]:
+def _entry(content: Path | bytes) -> ValueDict:
     """The entry of a file in an export manifest: its size and digest, for weights the digests of its tensors."""
     if isinstance(content, bytes):
         return {"size": len(content), "digest": digest_of(content)}

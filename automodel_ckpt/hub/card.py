@@ -19,14 +19,23 @@ from automodel_ckpt.base.hub_access import cached_commit, is_hub_name
 from automodel_ckpt.base.units import counted, measure_text
 from automodel_ckpt.base.version import __version__
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import (
+    FileDict,
+    Metrics,
+    TextDict,
+    Texts,
+    ValueDict,
+    Values,
+)
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run.notes import recall_losses
-from automodel_ckpt.config.help.changes import saved_recipe
+from automodel_ckpt.config.changes import saved_recipe
 from automodel_ckpt.errors import AutomodelError, printable
 from automodel_ckpt.hub.bundle import README, Bundle
 from automodel_ckpt.hub.repository import HubAddress
 from automodel_ckpt.logs.history import BENCHMARK, VALIDATED, read_history
 
+# Task of the Hub's pipelines -> the class of transformers that loads the model, after ``AutoModel``.
 _CLASSES = {
     "text-generation": "ForCausalLM",
     "image-text-to-text": "ForImageTextToText",
@@ -37,7 +46,6 @@ _CLASSES = {
     "feature-extraction": "",
     "sentence-similarity": "",
 }
-"""Task of the Hub's pipelines -> the class of transformers that loads the model, after ``AutoModel``."""
 _TASKS = {
     "vlm_finetune": "image-text-to-text",
     "vlm_distill": "image-text-to-text",
@@ -89,7 +97,7 @@ def card_files(
     evaluation: Sequence[Metric] = (),
     readme: str | None = None,
     is_online: bool = False,
-) -> dict[str, bytes]:
+) -> FileDict:
     """Return README.md for a model in the repository *address*.
 
     *readme* is the text of the user's own card. Without it, a README.md next to the files is used, and without
@@ -150,8 +158,7 @@ def _base_license(base: str, commit: str | None, *, is_online: bool) -> dict[str
 
     try:
         path = hf_hub_download(base, README, revision=commit, local_files_only=not is_online)
-        card = ModelCard(Path(path).read_text("utf-8"), ignore_metadata_errors=True)
-        data: Mapping[str, Any] = vars(card.data)
+        data = vars(ModelCard(Path(path).read_text("utf-8"), ignore_metadata_errors=True).data)
     except Exception:  # whatever is wrong with the card of another model
         return {}
     if not isinstance(data.get("license"), str) or not data["license"]:
@@ -183,7 +190,7 @@ def _metadata(
     if bundle.is_adapter:
         tags.append("lora")
         library = "peft"
-    more: dict[str, Any] = dict(terms)
+    more: ValueDict = dict(terms)
     if not terms and facts.has_base:
         more["license"] = "other"
     if facts.base is not None:
@@ -195,9 +202,10 @@ def _metadata(
         benchmark = measure.removeprefix(BENCHMARK)
         data = benchmark if benchmark != measure else [*sets, "validation"][0]
         found.append((data, benchmark, value))
-    results = []
-    for data, metric, value in found:
-        results.append(EvalResult(task, data, data, metric, round(value, 6), metric_name=metric))
+    results = [
+        EvalResult(task, data, data, metric, round(value, 6), metric_name=metric)
+        for data, metric, value in found
+    ]
     names = dict.fromkeys(name for _, name, is_on_hub in facts.data_sets if is_on_hub)
     return ModelCardData(
         library_name=library,
@@ -222,13 +230,13 @@ class Facts:
     at the checkpoint's step.
     """
 
-    recipe: Mapping[str, str] = field(default_factory=dict)
+    recipe: Texts = field(default_factory=dict)
     manifest: Manifest | None = None
     series: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     base: str | None = None
     base_commit: str | None = None
     has_base: bool = False
-    measures: Mapping[str, float] = field(default_factory=dict)
+    measures: Metrics = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -239,7 +247,7 @@ class Facts:
     @property
     def data_sets(self) -> list[tuple[str, str, bool]]:
         """The section, the name, and whether it is on the Hub, of the data; a local file has only its own name."""
-        found: list[tuple[str, str, bool]] = []
+        found = []
         for key, value in self.recipe.items():
             data = _DATA.fullmatch(key)
             if data is None or value in _UNSET:
@@ -258,9 +266,9 @@ class Facts:
         return found
 
     @property
-    def settings(self) -> dict[str, str]:
+    def settings(self) -> TextDict:
         """The hyperparameters of the recipe, by dotted key."""
-        found: dict[str, str] = {}
+        found = {}
         for key, value in self.recipe.items():
             if value in _UNSET or not _SETTINGS.fullmatch(key) or f"{key}={value}" in _DEFAULTS:
                 continue
@@ -280,7 +288,7 @@ class Facts:
             yield step, training.get(step), validation.get(step)
 
     @property
-    def versions(self) -> dict[str, Any]:
+    def versions(self) -> ValueDict:
         """What the checkpoint was made with, and the versions of the packages."""
         environment = {} if self.manifest is None else self.manifest.environment
         packages = environment.get("packages")
@@ -320,15 +328,17 @@ def _facts_of(bundle: Bundle, base_model: str | None) -> Facts:
         }
         for name, each in logged.items()
     }
-    found: dict[str, Any] = {**manifest.losses, **recall_losses(checkpoint, manifest.digest)}
+    found = {**manifest.losses, **recall_losses(checkpoint, manifest.digest)}
     for name, values in series.items():
         if manifest.step in values:
             found.setdefault(name, values[manifest.step])
-    measures = {}
-    for name, value in found.items():
-        is_measure = name.startswith((VALIDATED, BENCHMARK))
-        if is_measure and isinstance(value, int | float) and math.isfinite(value):
-            measures[name] = float(value)
+    measures = {
+        name: float(value)
+        for name, value in found.items()
+        if name.startswith((VALIDATED, BENCHMARK))
+        and isinstance(value, int | float)
+        and math.isfinite(value)
+    }
     return Facts(
         recipe=recipe,
         manifest=manifest,
@@ -340,9 +350,7 @@ def _facts_of(bundle: Bundle, base_model: str | None) -> Facts:
     )
 
 
-def _hub_base(
-    bundle: Bundle, recipe: Mapping[str, str], environment: Mapping[str, Any]
-) -> str | None:
+def _hub_base(bundle: Bundle, recipe: Texts, environment: Values) -> str | None:
     """The name of the base on the Hub. Returns None for a local directory, or when it is not certain."""
     recorded = str(environment.get("base_commit", "")).partition("@")[0]
     if recorded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from automodel_ckpt.base.durable_io import fsync_directories, fsync_directory, owned
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
+from automodel_ckpt.checkpoint.export.files import Log
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError, SaveFailed
 from automodel_ckpt.hub.repository import (
@@ -21,7 +22,6 @@ from automodel_ckpt.hub.repository import (
     reporting,
 )
 
-Log = Callable[[str], None]
 _LIBRARY_CACHE = ".cache"
 
 
@@ -78,9 +78,9 @@ def _check_space(directory: Path, staging: Path, nbytes: int) -> None:
     if free < nbytes - present:
         raise SaveFailed(
             "the disk lacks the space for the download",
-            where=str(directory),
-            value=f"{size_text(nbytes - present)} needed, {size_text(free)} free",
-            hint="free space, then run the same command, which continues the download",
+            directory,
+            f"{size_text(nbytes - present)} needed, {size_text(free)} free",
+            "free space, then run the same command, which continues the download",
         )
 
 
@@ -90,9 +90,9 @@ def check_destination(directory: Path) -> None:
     if os.path.lexists(directory) and not is_empty:
         raise RecipeError(
             "the directory exists and is not empty",
-            where=str(directory),
-            value="",
-            hint="choose another one, or remove it",
+            directory,
+            "",
+            "choose another one, or remove it",
         )
 
 
@@ -113,8 +113,7 @@ def _check_export(staging: Path, address: HubAddress) -> bool:
     for number, problem in enumerate(problems):
         where = f"{os.path.relpath(problem.where, staging)} in {address}"
         problems[number] = replace(problem, where=where, hint=hint)
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
+    CheckpointUnusable.check(problems)
     return manifest is not None
 
 
@@ -124,16 +123,13 @@ def _check(staging: Path, files: Sequence[Any], log: Log) -> None:
     for file in files:
         name = file.path
         if reason := layout.unsafe_path(name):
-            raise CheckpointUnusable(
-                "the repository has a file outside of it", where=name, value=reason, hint=""
-            )
+            raise CheckpointUnusable("the repository has a file outside of it", name, reason, "")
         path = staging / name
         if not path.is_file() or path.is_symlink() or _differs(path, file):
             path.unlink(missing_ok=True)
             what = "a downloaded file does not have the digest of the Hub"
             problems.append(Problem(what, name, "", "run the same command again"))
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
+    CheckpointUnusable.check(problems)
     log(f"files verified by the digests of the Hub: {len(files)}")
 
 

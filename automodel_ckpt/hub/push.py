@@ -60,9 +60,9 @@ def push(
     if not has_token():
         raise HubError(
             "there is no token of the Hugging Face Hub",
-            where=str(address),
-            value="",
-            hint="`hf auth login`, or set HF_TOKEN to a token with write access",
+            address,
+            "",
+            "`hf auth login`, or set HF_TOKEN to a token with write access",
         )
     api = client()
     with reporting(address, "creating the repository"):
@@ -71,16 +71,17 @@ def push(
     if private and info.private is False:
         raise RecipeError(
             "the repository is public, and the upload was to be private",
-            where=str(address),
-            value="",
-            hint="to publish the model: --public (in a recipe, hub.private: false)",
+            address,
+            "",
+            "to publish the model: --public (in a recipe, hub.private: false)",
         )
     with reporting(address, "the upload"):
         before = _names_in(api, address)
         head = str(api.repo_info(address.repo, revision=address.branch).sha)
-        operations: list[Any] = [CommitOperationAdd(*each) for each in files.items()]
-        for name in _obsolete(address.repo, head, before, files):
-            operations.append(CommitOperationDelete(name))
+        operations = [
+            *(CommitOperationAdd(*each) for each in files.items()),
+            *map(CommitOperationDelete, _obsolete(address.repo, head, before, files)),
+        ]
         # The library leaves out what the branch has already, and makes no commit if that is all.
         done = api.create_commit(
             address.repo,

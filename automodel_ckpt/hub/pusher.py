@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, print_line, serve
 from automodel_ckpt.checkpoint.run.links import pending, step_of, unlink
@@ -24,10 +24,10 @@ from automodel_ckpt.hub.push import content_bytes, push
 from automodel_ckpt.hub.repository import HubAddress, HubError, client, reporting, web_page
 
 _MIB = 1 << 20
+# How often a rejected upload is tried after the run has ended: another attempt would be rejected, too.
 _ATTEMPTS_AT_END = 3
-"""How often a rejected upload is tried after the run has ended: another attempt would be rejected, too."""
+# How long an export that the run itself makes is waited for, before another one is made.
 _EXPORT_SECONDS = 60.0
-"""How long an export that the run itself makes is waited for, before another one is made."""
 
 
 class Pusher(UploadLoop):
@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> int:
     library.disable_progress_bars()
     root = Path(arguments[0])
 
-    def pusher(job: Mapping[str, Any]) -> Pusher:
+    def pusher(job: Values) -> Pusher:
         return Pusher(root, **{**job, "section": HubConfig(**job["section"])})
 
     return serve(root, LOCK, pusher)

@@ -6,8 +6,8 @@ Commands name it ``hub:ORG/NAME@REVISION``. The token is read by the library fro
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,9 @@ def check_repo(repo: str, where: str) -> None:
     if not is_repo_name(repo):
         raise RecipeError(
             "this is not the name of a repository",
-            where=where,
-            value=repo,
-            hint="use ORG/NAME (letters, digits, -, _ and .), such as hub:my-org/my-model",
+            where,
+            repo,
+            "use ORG/NAME (letters, digits, -, _ and .), such as hub:my-org/my-model",
         )
 
 
@@ -65,9 +65,9 @@ def check_revision(revision: str, where: str) -> None:
     if not is_revision_name(revision):
         raise RecipeError(
             "this is not the name of a branch, tag or commit",
-            where=where,
-            value=revision,
-            hint="use letters, digits, -, _, . and /",
+            where,
+            revision,
+            "use letters, digits, -, _, . and /",
         )
 
 
@@ -102,7 +102,7 @@ def web_page(address: HubAddress) -> str:
     return f"{constants.ENDPOINT}/{address.repo}{tree}"
 
 
-@contextlib.contextmanager
+@contextmanager
 def reporting(address: HubAddress, doing: str) -> Iterator[None]:
     """Raise :class:`HubError` for what the library raises in the context. *doing* names what fails: "the upload"."""
     try:
@@ -116,15 +116,15 @@ def reporting(address: HubAddress, doing: str) -> Iterator[None]:
             text = " ".join(str(cause).split())
             raise HubError(
                 f"{doing} failed",
-                where=str(address),
-                value=f"{type(cause).__name__}: {text[:300]}",
-                hint="try again: files that were transferred are not transferred again",
+                address,
+                f"{type(cause).__name__}: {text[:300]}",
+                "try again: files that were transferred are not transferred again",
             ) from error
         found = HubError(
             f"{doing} failed: {problem.cause or problem.what}",
-            where=str(address),
-            value="",
-            hint=problem.hint if not problem.cause else "check the network, and try again",
+            address,
+            "",
+            problem.hint if not problem.cause else "check the network, and try again",
         )
         found.is_temporary = problem.is_temporary
         raise found from error

@@ -9,12 +9,13 @@ What this module uses of the Trainer was read in lightning 2.6 (pytorch/loops, p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
@@ -32,7 +33,9 @@ class _TrainerState:
     def __init__(self, trainer: Any, own: CheckpointCallback) -> None:
         self._trainer = trainer
         self._callbacks = {
-            callback.state_key: callback for callback in trainer.callbacks if callback is not own
+            callback.state_key: callback
+            for callback in trainer.callbacks
+            if callback is not own and type(callback) is not _LastCallback
         }
 
         self._metrics: Mapping[str, torch.Tensor] = {}
@@ -86,6 +89,22 @@ class _TrainerState:
             trainer.datamodule.load_state_dict(state["datamodule"])
 
 
+class _LastCallback(Checkpoint):  # type: ignore[misc]
+    """Calls *save* after validations and epochs, when the module, EarlyStopping and other callbacks have seen them."""
+
+    def __init__(self, save: Callable[[Any], None]) -> None:
+        self._save = save
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.is_last_batch:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer)
+        # Lightning would not step ReduceLROnPlateau after an epoch that it resumed.
+        trainer.fit_loop._restarting = False
+
+
 class CheckpointCallback(Callback):  # type: ignore[misc]
     """Saves runs of Lightning's Trainer in *directory* every *every_n_steps* steps, and resumes them exactly.
 
@@ -95,8 +114,8 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
     the checkpoint (``best_metric_key``). Supports one device and DDP.
 
     A resume is exact with data loaders that have ``state_dict`` and draw no global random numbers.
-    Other loaders begin an epoch again after a resume within it, and shuffle differently. After a resume at the end of
-    an epoch, Lightning's loop calls its last hooks again, with the metrics of the epoch.
+    Other loaders begin an epoch again after a resume within it, and shuffle differently. A run that EarlyStopping has
+    stopped makes no step when it is started again.
     """
 
     def __init__(
@@ -115,6 +134,11 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- events of the Trainer
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Add what saves after validations and epochs."""
+        if stage == "fit":
+            trainer.callbacks.append(_LastCallback(self._save_if_due))
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Load the newest checkpoint. Raises :class:`RecipeError` for settings that are not supported."""
         strategy = trainer.strategy
@@ -126,6 +150,14 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
                 value=type(strategy).__name__,
                 hint="use Lightning's own checkpoints, and ckpt import --training-state to continue here",
             )
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.interval == "step":
+                raise RecipeError(
+                    "Lightning steps this schedule after a save, so that a resumed run would miss a step",
+                    where="configure_optimizers",
+                    value="ReduceLROnPlateau with interval='step'",
+                    hint="use interval='epoch'",
+                )
         self._checkpointer = Checkpointer(
             self._directory, group=gloo_group(), options=self._options
         )
@@ -142,6 +174,12 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
             self._random_state.restore()
         if self._trainer_state is not None:
             self._trainer_state.restore_metrics()
+        if trainer.fit_loop.resumed_on_epoch_end:
+            self._step_schedules(trainer, pl_module)
+        for callback in trainer.callbacks:
+            if isinstance(callback, EarlyStopping) and callback.wait_count >= callback.patience:
+                # Otherwise, a run that it stopped would continue for an epoch whenever it is started again.
+                trainer.should_stop = True
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Wait until the save in progress has copied the weights."""
@@ -151,13 +189,11 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save within an epoch."""
-        if not trainer.is_last_batch:
+        """Save within an epoch, where no validation follows."""
+        loop = trainer.fit_loop
+        is_validated = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        if not trainer.is_last_batch and not is_validated:
             self._save_if_due(trainer)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step of an epoch, after its validation."""
-        self._save_if_due(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the save in progress. Raises :class:`SaveFailed` where it failed."""
@@ -166,6 +202,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Release the run directory."""
+        trainer.callbacks = [each for each in trainer.callbacks if type(each) is not _LastCallback]
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -178,6 +215,14 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         if self._checkpointer is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.close()
+
+    def _step_schedules(self, trainer: Any, pl_module: Any) -> None:
+        """Step the schedules that follow a metric: Lightning does so after the last hook of an epoch."""
+        for config in trainer.lr_scheduler_configs:
+            is_due = config.interval == "epoch" and trainer.current_epoch % config.frequency == 0
+            if config.reduce_on_plateau and is_due and config.monitor in trainer.callback_metrics:
+                metric = trainer.callback_metrics[config.monitor]
+                pl_module.lr_scheduler_step(config.scheduler, metric)
 
     def _save_if_due(self, trainer: Any) -> None:
         step = trainer.global_step

@@ -10,20 +10,21 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict
 from automodel_ckpt.logs.history import BENCHMARK, VALIDATED, History, Series
 
 _VALIDATION = "validation"
+# Points per line, more than the pixels of its width.
 _MAX_POINTS = 1000
-"""Points per line, more than the pixels of its width."""
 NUM_COLORS = 6
 """The number of colors in the style sheet, which further runs repeat."""
+# Steps of a moving average: at least so many, and this fraction of the longest run.
 _LEAST_WINDOW, _WINDOWS = 5, 50
-"""Steps of a moving average: at least so many, and this fraction of the longest run."""
+# The margin at each end of an axis, as a fraction of its range.
 _MARGIN = 0.04
-"""The margin at each end of an axis, as a fraction of its range."""
 _MAX_PANELS = 96
+# Fields that have no moving average.
 _EXACT = frozenset({"lr", "mem"})
-"""Fields that have no moving average."""
 MARKS = {
     "best": ("◯", "LOWEST_VAL"),
     "saved": ("▲", "checkpoint"),
@@ -43,11 +44,12 @@ class Panel(NamedTuple):
     """
 
     title: str
-    fields: dict[str, str]
+    fields: TextDict
     unit: str = ""
     from_zero: bool = False
 
 
+# Titles and units of the charts below the loss and the metrics, in their order.
 _FIELDS = {
     "grad_norm": ("Gradient norm", ""),
     "lr": ("Learning rate", ""),
@@ -57,7 +59,6 @@ _FIELDS = {
     "mem": ("Peak memory", " B"),
     "stall_seconds": ("Waited for saves", " s"),
 }
-"""Titles and units of the charts below the loss and the metrics, in their order."""
 
 
 class Line(NamedTuple):
@@ -250,9 +251,7 @@ def _sparkline(values: Sequence[float], width: int) -> str:
     """Draw *values* with at most *width* characters; each one is the mean of an interval of steps."""
     count = min(width, len(values))
     bounds = [number * len(values) // count for number in range(count + 1)]
-    means = []
-    for start, end in itertools.pairwise(bounds):
-        means.append(sum(values[start:end]) / (end - start))
+    means = [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(bounds)]
     low, high = min(means), max(means)
     bars_per_unit = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((mean - low) * bars_per_unit)] for mean in means)

@@ -9,8 +9,8 @@ import torch
 
 log = logging.getLogger("automodel_ckpt")
 
+# Rows and columns of the measured matrices: large enough that a GPU reaches its highest rate.
 _SIZE = 8192
-"""Rows and columns of the measured matrices: large enough that a GPU reaches its highest rate."""
 _NUM_PRODUCTS = 20
 _NUM_WARMUP = 3
 
@@ -64,5 +64,4 @@ def _measured_rate(device: torch.device, dtype: torch.dtype) -> float:
     for _ in range(_NUM_PRODUCTS):
         torch.mm(left, right, out=product)
     torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - started
-    return _NUM_PRODUCTS * 2 * _SIZE**3 / seconds
+    return _NUM_PRODUCTS * 2 * _SIZE**3 / (time.perf_counter() - started)

@@ -9,7 +9,6 @@ when this process was killed.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -18,30 +17,31 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_to_append
+from automodel_ckpt.checkpoint.files.type_aliases import Metrics, Strings, ValueDict, Values
 from automodel_ckpt.checkpoint.run.notes import read_note, write_note
 from automodel_ckpt.logs.log_records import records_in
 from automodel_ckpt.logs.trackers import TRACKERS, Tracker
 
 MEMORY = ".trackers.json"
 OUTPUT = ".trackers.log"
+# Options that select where the values go. Another place gets the whole log.
 _PLACES = ("log_dir", "entity", "project", "id", "tracking_uri", "experiment", "space_id")
-"""Options that select where the values go. Another place gets the whole log."""
 POLL_SECONDS = 1.0
 LAST_SECONDS = 60
 """How long the process may take to send the last values after the trainer has ended."""
+# Fields of a step that are no value to display; its other numbers are, with the metrics of the objective.
 _NOT_VALUES = frozenset({"step", "epoch", "timestamp", "samples", "event"})
-"""Fields of a step that are no value to display; its other numbers are, with the metrics of the objective."""
+# Name of the generated text in trackers, and of its group.
 _TEXT = "completions"
-"""Name of the generated text in trackers, and of its group."""
-_SAVE: tuple[str, ...] = ("stall_seconds", "total_seconds", "bytes", "free_bytes")
+_SAVE: Strings = ("stall_seconds", "total_seconds", "bytes", "free_bytes")
 
-Options = Mapping[str, Mapping[str, Any]]
+Options = Mapping[str, Values]
 
 
 def disabled_text(name: str, reason: str) -> str:
@@ -49,14 +49,14 @@ def disabled_text(name: str, reason: str) -> str:
     return f"tracker {name} is disabled, training continues: {reason}"
 
 
-@contextlib.contextmanager
+@contextmanager
 def upload_lock(run: Path, *, wait: bool) -> Iterator[bool]:
     """Lock the uploading of this run's log inside the context, and yield True.
 
     With *wait*, waits for another process that uploads it; without, yields False if there is one.
     """
     # The output file is also the lock: if it is replaced, two processes can hold a lock each.
-    with _appending(run / OUTPUT) as file:
+    with open_to_append(run / OUTPUT) as file:
         try:
             # The kernel releases the lock when the process ends, even by SIGKILL.
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -89,8 +89,8 @@ class Follower:
         self._warn = warn
         self._memory = _read_memory(run)
         self._trackers: dict[str, Tracker] = {}
+        # The last step that each tracker has, for each group of values
         self._sent: dict[str, dict[str, int]] = {}
-        """The last step that each tracker has, for each group of values"""
         self._logs = [
             _LogReader(run / layout.TRAINING_LOG),
             _LogReader(run / layout.VALIDATION_LOG),
@@ -128,9 +128,7 @@ class Follower:
                 del self._memory[name]["open"]
         self._write_memory()
 
-    def _start(
-        self, name: str, options: Mapping[str, Any], after: int | None, went_back: bool
-    ) -> None:
+    def _start(self, name: str, options: Values, after: int | None, went_back: bool) -> None:
         """Connect to a tracker. Starts a new run of it if the values that it has do not belong to this run, or
         are in another place, such as another project."""
         memory = self._memory.setdefault(name, {"sent": {}})
@@ -139,7 +137,7 @@ class Follower:
         if memory.get("place", place) != place:
             memory = self._memory[name] = {"sent": {}}
         was_killed = memory.pop("open", False)
-        sent: dict[str, int] = memory["sent"]
+        sent = memory["sent"]
         has_later_steps = after is not None and any(step > after for step in sent.values())
         goes_back = has_later_steps and (went_back or after == 0)
         may_have_lost = bool(sent) and was_killed and not TRACKERS[name].is_durable
@@ -169,18 +167,13 @@ class Follower:
         # SystemExit: a library must not end the uploads to the other trackers.
         except (Exception, SystemExit) as error:
             self._trackers.pop(name, None)
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._warn(name, reason)
+            self._warn(name, f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _write_memory(self) -> None:
         write_note(self.run / MEMORY, self._memory)
 
 
-def _appending(path: Path) -> IO[bytes]:
-    return os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
-
-
-def _group(values: Mapping[str, float]) -> str:
+def _group(values: Metrics) -> str:
     """Return the group of *values*: ``train``, ``val`` or ``save``. Each group of a step has its own log line."""
     return next(iter(values)).partition("/")[0]
 
@@ -192,7 +185,7 @@ class _LogReader:
         self._path = path
         self._num_bytes_read = 0
 
-    def new_records(self) -> Iterator[dict[str, Any]]:
+    def new_records(self) -> Iterator[ValueDict]:
         """Yield the records of the complete lines that were added since the last call. Other lines are ignored."""
         try:
             with os.fdopen(open_regular(self._path), "rb") as file:
@@ -205,24 +198,25 @@ class _LogReader:
         yield from records_in(complete.splitlines())
 
 
-def completions_text(record: Mapping[str, Any]) -> str:
+def completions_text(record: Values) -> str:
     """Return the completions in a log line as Markdown; empty if it has none."""
     completions = record.get("completions")
     if record.get("event") != "completions" or not isinstance(completions, list):
         return ""
-    parts = []
-    for each in completions:
-        if isinstance(each, dict):
-            parts.append(f"**{each.get('prompt')}**\n\n{each.get('text')}")
+    parts = [
+        f"**{each.get('prompt')}**\n\n{each.get('text')}"
+        for each in completions
+        if isinstance(each, dict)
+    ]
     return "\n\n---\n\n".join(parts)
 
 
-def is_training_step(record: Mapping[str, Any]) -> bool:
+def is_training_step(record: Values) -> bool:
     """Whether a log line is about a training step, and not about a validation or an event."""
     return "event" not in record and "val_loss" not in record
 
 
-def values_of(record: Mapping[str, Any]) -> dict[str, float]:
+def values_of(record: Values) -> dict[str, float]:
     """Return the values of a log line, by the names that trackers display. Values that are not numbers are omitted."""
     fields = {}
     event = record.get("event")
@@ -241,7 +235,7 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _read_memory(run: Path) -> dict[str, dict[str, Any]]:
+def _read_memory(run: Path) -> dict[str, ValueDict]:
     """Read what previous processes have sent to each tracker; empty if the file is missing or damaged."""
     memory = read_note(run, MEMORY)
     for entry in memory.values():
@@ -280,7 +274,7 @@ def main(arguments: list[str]) -> None:
 def _redirect_output(run: Path) -> Callable[[str, str], None]:
     """Redirect the output of libraries to a file, and return a function that still reports a tracker to the user."""
     user = os.fdopen(os.dup(2), "w")
-    with _appending(run / OUTPUT) as output:
+    with open_to_append(run / OUTPUT) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
 

@@ -104,9 +104,9 @@ def read_goodput(directory: Path) -> Goodput:
     if not starts:
         raise CheckpointUnusable(
             "this run has no record of its time",
-            where=str(directory / layout.TIMELINE_LOG),
-            value="no start",
-            hint="use the directory of a run, the checkpoint.checkpoint_dir of its recipe",
+            directory / layout.TIMELINE_LOG,
+            "no start",
+            "use the directory of a run, the checkpoint.checkpoint_dir of its recipe",
         )
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     for number, start in enumerate(starts):
@@ -123,8 +123,7 @@ def read_goodput(directory: Path) -> Goodput:
     kept = min(seconds[STEPS], sum(record["seconds"] for record in steps) + max(0.0, unfinished))
     seconds[LOST] = seconds[STEPS] - kept
     seconds[STEPS] = kept
-    num_made = sum(start.num_steps for start in starts)
-    num_lost = max(0, num_made - len(steps))
+    num_lost = max(0, sum(start.num_steps for start in starts) - len(steps))
     return Goodput(seconds, tuple(starts), len(steps), num_lost)
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Strings, ValueDict
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run import resume
@@ -25,16 +26,16 @@ VALIDATED = "val_"
 """The field of a measure of the main validation set begins with this."""
 BENCHMARK = "eval_"
 """The field of a metric of the section ``evaluation`` begins with this."""
+# Fields that are plotted also if they are integers. Other integers are counts.
 _CURVES = frozenset(
     {"loss", "val_loss", "grad_norm", "lr", "tps", "tps_per_gpu", "mfu", "mem", "stall_seconds"}
 )
-"""Fields that are plotted also if they are integers. Other integers are counts."""
 _NOT_PLOTTED = frozenset({"timestamp", "seconds", "total_seconds"})
 _ERROR = "_stderr"
+# The most fields of a log that are read: a file may come from anywhere.
 _MAX_SERIES = 256
-"""The most fields of a log that are read: a file may come from anywhere."""
+# Completions of a run that are read, the newest ones, and characters of each of their texts.
 _MAX_COMPLETIONS, _MAX_TEXT = 64, 2000
-"""Completions of a run that are read, the newest ones, and characters of each of their texts."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Checkpoint(NamedTuple):
     summary: Summary
     train_loss: float | None
     val_loss: float | None
-    pointers: tuple[str, ...]
+    pointers: Strings
 
 
 class Completion(NamedTuple):
@@ -126,9 +127,9 @@ def read_history(path: Path, name: str | None = None) -> History:
     if not (records or checkpoints):
         raise CheckpointUnusable(
             "the directory contains no run",
-            where=str(path),
-            value=f"neither {layout.TRAINING_LOG} nor a checkpoint",
-            hint="use the directory of a run, the checkpoint.checkpoint_dir of its recipe",
+            path,
+            f"neither {layout.TRAINING_LOG} nor a checkpoint",
+            "use the directory of a run, the checkpoint.checkpoint_dir of its recipe",
         )
     steps = [record for record in records if "event" not in record]
     series = _series(steps) | _series(read_records(path / layout.VALIDATION_LOG))
@@ -164,7 +165,7 @@ def read_history(path: Path, name: str | None = None) -> History:
     )
 
 
-def _series(records: Iterable[dict[str, Any]]) -> dict[str, Series]:
+def _series(records: Iterable[ValueDict]) -> dict[str, Series]:
     """Return the numbers of *records* by field. Of several values of a step, the last one counts."""
     points: dict[str, dict[int, float]] = {}
     for record in records:
@@ -178,7 +179,7 @@ def _series(records: Iterable[dict[str, Any]]) -> dict[str, Series]:
     return {name: Series.of(of_field) for name, of_field in points.items()}
 
 
-def _completions(records: list[dict[str, Any]]) -> Iterator[Completion]:
+def _completions(records: list[ValueDict]) -> Iterator[Completion]:
     """Yield the completions in a log, the newest first. A step that a resume repeated is used once."""
     by_step = {
         each["step"]: each.get("completions")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, parse_json
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.errors import CheckpointUnusable
 
+# Within this limit, differences of steps stay exact as floating-point numbers.
 _MAX_STEP = 2**53
-"""Within this limit, differences of steps stay exact as floating-point numbers."""
+# Within this limit, sums and differences of values stay finite and exact.
 _MAX_VALUE = 1e100
-"""Within this limit, sums and differences of values stay finite and exact."""
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
+def read_records(path: Path) -> Iterator[ValueDict]:
     """Yield the records of a log that have a valid step. Raises :class:`CheckpointUnusable` if it cannot be read."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -27,17 +27,17 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     except OSError as error:
         raise CheckpointUnusable(
             "a log of this run cannot be read",
-            where=str(path),
-            value=error.strerror,
-            hint="remove it",
+            path,
+            error.strerror,
+            "remove it",
         ) from error
     yield from records_in(lines)
 
 
-def records_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def records_in(lines: Iterable[bytes]) -> Iterator[ValueDict]:
     """Yield the records of *lines* that have a valid step; other lines are ignored."""
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             record = parse_json(line)
             step = record.get("step") if isinstance(record, dict) else None
             # Not isinstance, which accepts true and false.

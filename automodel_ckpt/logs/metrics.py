@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
 from automodel_ckpt.base.durable_io import naming, replace_file
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.files.safe_open import open_regular, parse_json
+from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_to_append, parse_json
+from automodel_ckpt.checkpoint.files.type_aliases import AnyPath, ValueDict
 from automodel_ckpt.errors import SaveFailed, os_problem
 
 log = logging.getLogger("automodel_ckpt")
@@ -38,18 +39,16 @@ class JsonlLog:
     *before_writing* is called before each change of the file. If it raises an error, nothing is written.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, before_writing: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, path: AnyPath, *, before_writing: Callable[[], None] = lambda: None) -> None:
         self.path = Path(path)
         self._before_writing = before_writing
         self._file: IO[bytes] | None = None
-        self._records: list[dict[str, Any]] = []
+        self._records: list[ValueDict] = []
         self._unwritten = b""
         self._write_after = 0.0
         self._lock = threading.RLock()
 
-    def append(self, record: dict[str, Any], *, soon: bool = False) -> None:
+    def append(self, record: ValueDict, *, soon: bool = False) -> None:
         """Write one line. With *soon*, it may be written up to a tenth of a second later, or by :meth:`flush`.
 
         Numbers that JSON cannot represent (NaN, infinities) become null.
@@ -104,9 +103,11 @@ class JsonlLog:
             return self._truncate_after(step, max_rollbacks)
         except OSError as error:
             error.filename = error.filename or str(self.path)
-            hint = "remove what is stored there or free space, then run the same command"
-            problem = os_problem(error, "a log of the run cannot be truncated", hint=hint)
-            raise SaveFailed.all_of([problem]) from error
+            raise SaveFailed.of_system(
+                error,
+                "a log of the run cannot be truncated",
+                hint="remove what is stored there or free space, then run the same command",
+            ) from error
 
     def _truncate_after(self, step: float, max_rollbacks: float) -> int | None:
         # The rewrite renames a new file into place: an open descriptor would still append to the
@@ -158,21 +159,19 @@ class JsonlLog:
 
     def _open(self) -> IO[bytes]:
         if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            self._file = os.fdopen(descriptor, "ab", buffering=0)
+            self._file = open_to_append(self.path)
         return self._file
 
 
-def _line_of(record: dict[str, Any]) -> bytes:
-    finite = dict(record)
-    for key, value in record.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            finite[key] = None
+def _line_of(record: ValueDict) -> bytes:
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
     return json.dumps(finite).encode() + b"\n"
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def _lines(path: Path) -> Iterator[tuple[bytes, ValueDict | None]]:
     """Each line with its record. The record is None when the line is torn or not a JSON object."""
     with os.fdopen(open_regular(path), "rb") as file:
         # Bytes: splitlines of text also splits at characters such as U+2028 inside a JSON string.

@@ -13,12 +13,12 @@ from automodel_ckpt.logs.goodput import CATEGORIES
 from automodel_ckpt.logs.history import History, Series
 
 _FOLDER = Path(__file__).parent
+# Fields of steps, and how the summary of a run shows them.
 _FIGURES: Sequence[tuple[str, str, Callable[[Sequence[float]], str]]] = (
     ("tps", "tokens per second", lambda values: f"{median(values):,.0f}"),
     ("mfu", "MFU", lambda values: f"{median(values):.1f}%"),
     ("mem", "peak memory", lambda values: size_text(max(values))),
 )
-"""Fields of steps, and how the summary of a run shows them."""
 
 
 def page(

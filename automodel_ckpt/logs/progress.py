@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -10,17 +9,19 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, TextIO
 
-from automodel_ckpt.base.units import columns, duration, for_terminal, size_text, takes_escapes
-from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.base.terminal import columns, for_terminal, takes_escapes
+from automodel_ckpt.base.units import duration, size_text
+from automodel_ckpt.checkpoint.files.safe_open import open_to_append
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.errors import LeaseLost, printable
 
+# Messages that are kept before the file is opened: a run without checkpoints never opens it.
 _MAX_WAITING = 1000
-"""Messages that are kept before the file is opened: a run without checkpoints never opens it."""
 
 
 class TextLog:
@@ -48,10 +49,8 @@ class TextLog:
             waiting = self._waiting or []
             self._waiting = None
             self._before_writing = before_writing
-            with contextlib.suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-                self._file = os.fdopen(descriptor, "ab", buffering=0)
+            with suppress(OSError):
+                self._file = open_to_append(path)
             self._append("".join(waiting))
 
     def write(self, message: str) -> None:
@@ -69,7 +68,7 @@ class TextLog:
         with self._lock:
             self._waiting = None
             if self._file is not None:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     self._file.close()
             self._file = None
 
@@ -79,7 +78,7 @@ class TextLog:
             return
         self._is_writing = True
         try:
-            with contextlib.suppress(OSError, LeaseLost):
+            with suppress(OSError, LeaseLost):
                 self._before_writing()
                 # A name that is not valid UTF-8 has surrogates.
                 self._file.write(text.encode("utf-8", "backslashreplace"))
@@ -87,23 +86,23 @@ class TextLog:
             self._is_writing = False
 
 
-Record = Mapping[str, Any]
+Record = Values
 PACKAGE_LOGGER = "automodel_ckpt"
 _CLEAR = "\r\x1b[K"
 _LIVE_PAUSE_SECONDS = 0.1
 _SMOOTHING = 0.9
 _TICK_SECONDS = 0.2
 _LINES_PER_RUN = 25
+# The first step of a process is slow: the time left is known after a few.
 _FIRST_LINE = 3
-"""The first step of a process is slow: the time left is known after a few."""
 _LONGEST_PAUSE_SECONDS = 600.0
+# Between lines when the number of steps is not known.
 _PAUSE_SECONDS = 60.0
-"""Between lines when the number of steps is not known."""
+# Between lines about a save or an upload when the output is not a terminal.
 _SAVING_SECONDS = 10.0
-"""Between lines about a save or an upload when the output is not a terminal."""
 _BREAK = re.compile(r"[\n\r](?! )")
+# The figures that a narrow terminal omits, in this order.
 _DROPPED_FIRST = ("epoch", "saved", "aux", "mem", "lr", "MFU", "tok/s", "left", "ends")
-"""The figures that a narrow terminal omits, in this order."""
 
 
 class _WriteLock:

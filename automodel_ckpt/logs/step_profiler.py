@@ -112,8 +112,7 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
             column = (
                 "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
             )
-            averages = profiler.key_averages()
-            table.write_text(averages.table(sort_by=column, row_limit=_TABLE_ROWS))
+            table.write_text(profiler.key_averages().table(sort_by=column, row_limit=_TABLE_ROWS))
         except (OSError, RuntimeError) as error:
             log.warning("the profile of %s cannot be written: %s", _steps(self._traced), error)
             return

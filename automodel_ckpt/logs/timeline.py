@@ -7,7 +7,6 @@ also in ``.timeline.json``, a small file that is updated in place; the next star
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -15,13 +14,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.checkpoint.files.layout import TIMELINE_LOG, TIMELINE_STATE
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.run.notes import (
     DATA,
     END,
@@ -39,13 +39,29 @@ from automodel_ckpt.checkpoint.run.notes import (
     read_timeline,
 )
 from automodel_ckpt.errors import LeaseLost, SaveFailed
-from automodel_ckpt.logs import start_time
 from automodel_ckpt.logs.metrics import JsonlLog
 
+# Shorter steps share an update of the state.
 _PUBLISH_SECONDS = 0.05
-"""Shorter steps share an update of the state."""
 
 _Item = TypeVar("_Item")
+# When this start of the run began, in seconds since 1970. None in a program that calls a recipe.
+_noted: float | None = None
+
+
+def note_process_start(process: int) -> None:
+    """Note that this start of the run began when a *process* of this system was started."""
+    global _noted
+    _noted = _process_start(process)
+
+
+def _process_start(process: int) -> float:
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        # Field 22 of proc(5) is in clock ticks since the boot.
+        since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+    return time.time()
 
 
 class Timeline:
@@ -59,7 +75,7 @@ class Timeline:
 
     def __init__(self) -> None:
         now = time.time()
-        self.started = min(now, start_time.noted() or now)
+        self.started = min(now, _noted or now)
         self.step = 0
         """The newest step that was logged."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -69,12 +85,12 @@ class Timeline:
         self._num_steps = 0
         self._identity = uuid.uuid4().hex
         self._log: JsonlLog | None = None
+        # Descriptor of the file of the state.
         self._state: int | None = None
-        """Descriptor of the file of the state."""
         self._num_published = 0
         self._publish_after = 0.0
+        # Held while the state changes or is written.
         self._lock = threading.Lock()
-        """Held while the state changes or is written."""
         self._closed = threading.Event()
 
     # ---------------------------------------------------------------- measuring
@@ -158,7 +174,7 @@ class Timeline:
         self.step = step
         log = JsonlLog(directory / TIMELINE_LOG, before_writing=check_lease)
         # The time of a run must not fail it. What cannot be read or written is not recorded.
-        with contextlib.suppress(OSError, LeaseLost, SaveFailed):
+        with suppress(OSError, LeaseLost, SaveFailed):
             # Removes a torn last line.
             log.truncate_after(math.inf)
             killed = _killed_start(directory)
@@ -194,7 +210,7 @@ class Timeline:
             self._seconds[STEPS] = self._logged
         log, self._log = self._log, None
         if log is not None and not lease_is_lost:
-            with contextlib.suppress(OSError, LeaseLost):
+            with suppress(OSError, LeaseLost):
                 log.append(self._record(time.monotonic()) | {"outcome": self.outcome})
                 log.close()
         with self._lock:
@@ -202,7 +218,7 @@ class Timeline:
                 os.close(self._state)
                 self._state = None
 
-    def _record(self, now: float) -> dict[str, Any]:
+    def _record(self, now: float) -> ValueDict:
         seconds = dict(self._seconds)
         seconds[self._phase] += now - self._since
         return {
@@ -223,11 +239,11 @@ class Timeline:
         self._num_published += 1
         text = json.dumps(self._record(now)).encode().ljust(SLOT_BYTES - 1) + b"\n"
         # A kill never interrupts it. A full or lost disk must not fail a run here.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.pwrite(self._state, text, SLOT_BYTES * (self._num_published % 2))
 
 
-def _killed_start(directory: Path) -> dict[str, Any] | None:
+def _killed_start(directory: Path) -> ValueDict | None:
     """Return the line of the end of the last start, if that did not write one; None otherwise. Raises OSError."""
     state = read_state(directory)
     if state is None:

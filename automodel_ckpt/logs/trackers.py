@@ -8,19 +8,20 @@ counts the tracker's runs for this run. Trackers are used by a process (:mod:`au
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import importlib.util
 import json
 import logging
 import subprocess
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from automodel_ckpt.base.python_child import start_python
+from automodel_ckpt.checkpoint.files.type_aliases import Metrics, ValueDict, Values
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger("automodel_ckpt")
@@ -32,7 +33,7 @@ class Tracker(Protocol):
     is_durable: ClassVar[bool] = False
     """Whether logged and flushed values survive when every process is killed."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Metrics) -> None:
         """Log the values of a step, by names such as ``train/loss``. The steps of each name ascend."""
 
     def log_text(self, step: int, name: str, text: str) -> None:
@@ -51,10 +52,10 @@ class TensorBoard(Tracker):
 
     is_durable = True
 
-    def __init__(self, run: Path, memory: dict[str, Any], *, log_dir: str | None = None) -> None:
-        writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
-        self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
-        self._summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+    def __init__(self, run: Path, memory: ValueDict, *, log_dir: str | None = None) -> None:
+        writer = import_module("tensorboard.summary.writer.event_file_writer")
+        self._events = import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
         directory = Path(log_dir or run / "tensorboard")
         if memory.get("attempt", 1) > 1:
             directory /= f"attempt-{memory['attempt']}"
@@ -63,14 +64,14 @@ class TensorBoard(Tracker):
             raise NotADirectoryError(f"{directory} is a link")
         self._writer = writer.EventFileWriter(str(directory))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Metrics) -> None:
         value = self._summaries.Summary.Value
         entries = [value(tag=name, simple_value=number) for name, number in values.items()]
         self._write(step, summary=self._summaries.Summary(value=entries))
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        plugin = importlib.import_module("tensorboard.plugins.text.metadata")
-        tensors = importlib.import_module("tensorboard.util.tensor_util")
+        plugin = import_module("tensorboard.plugins.text.metadata")
+        tensors = import_module("tensorboard.util.tensor_util")
         value = self._summaries.Summary.Value(
             tag=name,
             metadata=plugin.create_summary_metadata(display_name="", description=""),
@@ -94,8 +95,8 @@ class WeightsAndBiases(Tracker):
     wandb's own steps must not descend, so the logged value ``step`` is the axis of all others.
     """
 
-    def __init__(self, run: Path, memory: dict[str, Any], **options: Any) -> None:
-        wandb = importlib.import_module("wandb")
+    def __init__(self, run: Path, memory: ValueDict, **options: Any) -> None:
+        wandb = import_module("wandb")
         defaults = {"dir": str(run), "name": _name(run, memory)}
         if "id" in memory:
             defaults |= {"id": memory["id"], "resume": "allow"}
@@ -106,14 +107,13 @@ class WeightsAndBiases(Tracker):
         self._run.define_metric("*", step_metric="step")
         self._last = 0
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Metrics) -> None:
         self._last = max(step, self._last)
         self._run.log({**values, "step": step}, step=self._last)
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        html = importlib.import_module("wandb").Html(f"<pre>{escape(text)}</pre>")
-        self._last = max(step, self._last)
-        self._run.log({name: html, "step": step}, step=self._last)
+        html = import_module("wandb").Html(f"<pre>{escape(text)}</pre>")
+        self.log(step, {name: html})
 
     def close(self) -> None:
         self._run.finish()
@@ -130,14 +130,14 @@ class MLflow(Tracker):
     def __init__(
         self,
         run: Path,
-        memory: dict[str, Any],
+        memory: ValueDict,
         *,
         tracking_uri: str | None = None,
         experiment: str = "automodel_ckpt",
         **options: Any,
     ) -> None:
-        self._metric = importlib.import_module("mlflow.entities").Metric
-        self._client = client = importlib.import_module("mlflow").MlflowClient(tracking_uri)
+        self._metric = import_module("mlflow.entities").Metric
+        self._client = client = import_module("mlflow").MlflowClient(tracking_uri)
         if "id" not in memory:
             found = client.get_experiment_by_name(experiment)
             experiment_id = found.experiment_id if found else client.create_experiment(experiment)
@@ -149,7 +149,7 @@ class MLflow(Tracker):
         # close() of an earlier process has marked the run as finished.
         client.update_run(self._id, status="RUNNING")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Metrics) -> None:
         # MLflow's timestamps are in milliseconds.
         now = int(1000 * time.time())
         metrics = [self._metric(name, value, now, step) for name, value in values.items()]
@@ -165,20 +165,20 @@ class MLflow(Tracker):
 class Trackio(Tracker):
     """A run of trackio, resumed by its name. The options are arguments of ``trackio.init``."""
 
-    def __init__(self, run: Path, memory: dict[str, Any], **options: Any) -> None:
-        trackio = importlib.import_module("trackio")
+    def __init__(self, run: Path, memory: ValueDict, **options: Any) -> None:
+        trackio = import_module("trackio")
         name = memory.setdefault("name", options.pop("name", _name(run, memory)))
         defaults = {"project": "automodel_ckpt", "resume": "allow"}
         self._run = trackio.init(**(defaults | options), name=name)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Metrics) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _name(run: Path, memory: Mapping[str, Any]) -> str:
+def _name(run: Path, memory: Values) -> str:
     """Return the name of the run in a tracker: its directory's name, with a number after the first attempt."""
     attempt = memory.get("attempt", 1)
     return run.name if attempt == 1 else f"{run.name}-{attempt}"
@@ -206,17 +206,17 @@ def require_trackers(names: Collection[str], *, has_logs: bool) -> None:
     if names and not has_logs:
         raise RecipeError(
             "trackers read the run's logs, but this run writes none",
-            where="logging.trackers",
-            value="checkpoint.enabled is false",
-            hint="set checkpoint.enabled, or remove the trackers",
+            "logging.trackers",
+            "checkpoint.enabled is false",
+            "set checkpoint.enabled, or remove the trackers",
         )
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise RecipeError(
             "a tracker's library is not installed",
-            where="logging.trackers",
-            value=", ".join(missing),
-            hint=f"pip install {' '.join(missing)}, or remove the tracker: `ckpt track` can send the run later",
+            "logging.trackers",
+            ", ".join(missing),
+            f"pip install {' '.join(missing)}, or remove the tracker: `ckpt track` can send the run later",
         )
 
 
@@ -230,7 +230,7 @@ class Tracking:
     def __init__(
         self,
         run: Path,
-        trackers: Mapping[str, Mapping[str, Any]],
+        trackers: Mapping[str, Values],
         after: int,
         *,
         went_back: bool = False,
@@ -259,13 +259,11 @@ class Tracking:
     def abandon(self) -> None:
         """End the process now: another run has the logs, and its own process sends them."""
         self._process.kill()
-        self._process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self._pipe.close()
+        self.close()
 
     def close(self) -> None:
         """Have the rest sent. The process continues on its own if that takes longer than a few seconds."""
-        with contextlib.suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):
             self._pipe.close()
         try:
             self._process.wait(CLOSE_SECONDS)

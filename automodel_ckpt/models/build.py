@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from automodel_ckpt.base.hub_access import explained
 from automodel_ckpt.base.other_weights import LFS_HINT
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.error_texts import first_line
+from automodel_ckpt.models.inspect.interface import first_line
 from automodel_ckpt.models.inspect.repository import (
     RepositoryOptions,
     base_directory,

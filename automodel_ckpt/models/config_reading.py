@@ -11,17 +11,27 @@ from typing import Any
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from automodel_ckpt.base.hub_access import explained
+from automodel_ckpt.checkpoint.files.type_aliases import Texts, ValueDict, Values
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.config_checks import check_sizes
-from automodel_ckpt.models.inspect.error_texts import did_you_mean, first_line
+from automodel_ckpt.models.inspect.interface import (
+    did_you_mean,
+    first_line,
+    image_settings,
+    thinker_of,
+)
 from automodel_ckpt.models.inspect.repository import (
     RepositoryOptions,
     check_code,
     check_revision,
+    check_sizes,
     config_needs_code,
     damaged_config,
     importing_code,
@@ -29,7 +39,6 @@ from automodel_ckpt.models.inspect.repository import (
     reject_other_weights,
     require_local,
 )
-from automodel_ckpt.models.inspect.vision import image_settings, thinker_of
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -52,10 +61,10 @@ _OTHER_KEYS = {
 def load_model_config(
     *,
     from_pretrained: str | None = None,
-    from_config: Mapping[str, Any] | str | None = None,
+    from_config: Values | str | None = None,
     tokenizer: Any = None,
     processor: Any = None,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Values | None = None,
     repository: RepositoryOptions = _MAIN_REVISION,
     auto_class: Any = None,
 ) -> PreTrainedConfig:
@@ -100,10 +109,10 @@ def load_model_config(
 
 def _config_of(
     name: str, where: str, repository: RepositoryOptions
-) -> tuple[PreTrainedConfig, dict[str, Any]]:
+) -> tuple[PreTrainedConfig, ValueDict]:
     """The config of a directory or Hub name, and the content of its config.json."""
     path = os.path.expanduser(name)
-    content: dict[str, Any] = {}
+    content: ValueDict = {}
     try:
         content, _ = PreTrainedConfig.get_config_dict(path, revision=repository.revision)
         check_sizes(content, f"config.json of {name}")
@@ -134,7 +143,7 @@ def _config_of(
 
 
 def _config_from_mapping(
-    settings: dict[str, Any], tokenizer: Any, processor: Any, overrides: Mapping[str, Any]
+    settings: ValueDict, tokenizer: Any, processor: Any, overrides: Values
 ) -> PreTrainedConfig:
     model_type = settings.pop("model_type", None)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -179,10 +188,10 @@ def _unknown_type(model_type: object, where: str, value: object) -> RecipeError:
 
 
 def _completed(
-    settings: dict[str, Any], default: PreTrainedConfig, tokenizer: Any, processor: Any
-) -> dict[str, Any]:
+    settings: ValueDict, default: PreTrainedConfig, tokenizer: Any, processor: Any
+) -> ValueDict:
     """Complete *settings* from the tokenizer and the processor; a model of several parts has a section for text."""
-    of_tokenizer: dict[str, Any] = {}
+    of_tokenizer: ValueDict = {}
     if tokenizer is not None:
         of_tokenizer = {name: getattr(tokenizer, name, None) for name in _SPECIAL_IDS}
         of_tokenizer["vocab_size"] = len(tokenizer)
@@ -194,9 +203,7 @@ def _completed(
     return {**image_settings(processor, default), **settings, "text_config": text}
 
 
-def merged_config(
-    content: Mapping[str, Any], config: PreTrainedConfig, overrides: Mapping[str, Any]
-) -> dict[str, Any]:
+def merged_config(content: Values, config: PreTrainedConfig, overrides: Values) -> ValueDict:
     """Return the *content* of a config.json with *overrides*, which may be nested.
 
     *config* is the object that transformers makes of *content*; its class validates the types of values. Raises
@@ -216,7 +223,7 @@ def _unknown(config: Any, name: str, value: Any, key: str) -> Problem:
     return Problem(what, f"{key}.{name}", value, did_you_mean(name, _settings(config)))
 
 
-def _problems(config: Any, overrides: Mapping[str, Any], key: str) -> Iterator[Problem]:
+def _problems(config: Any, overrides: Values, key: str) -> Iterator[Problem]:
     known = _settings(config)
     for name, value in overrides.items():
         where = f"{key}.{name}"
@@ -236,10 +243,8 @@ def _settings(config: Any) -> set[str]:
     return {name for name in names if not name.startswith("_") and hasattr(config, name)}
 
 
-def _merged(
-    content: Mapping[str, Any], config: Any, overrides: Mapping[str, Any]
-) -> dict[str, Any]:
-    aliases: Mapping[str, str] = type(config).attribute_map
+def _merged(content: Values, config: Any, overrides: Values) -> ValueDict:
+    aliases: Texts = type(config).attribute_map
     merged = dict(content)
     for name, value in overrides.items():
         canonical = aliases.get(name, name)
@@ -257,7 +262,7 @@ def _merged(
     return merged
 
 
-def _deep_merged(present: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
+def _deep_merged(present: Values, value: Values) -> ValueDict:
     merged = dict(present)
     for name, item in value.items():
         before = merged.get(name)
@@ -265,3 +270,140 @@ def _deep_merged(present: Mapping[str, Any], value: Mapping[str, Any]) -> dict[s
             item = _deep_merged(before, item)
         merged[name] = item
     return merged
+
+
+_FLOAT = "__float__"
+_FLOATS = ("Infinity", "-Infinity", "NaN")
+
+
+def config_of_layer(config: Any, number: int) -> Any:
+    """The configuration of decoder layer *number*; *config* itself if all layers have the same.
+
+    Also *config* itself for layers beyond the model's, such as layers of multi-token prediction.
+    """
+    layers = layer_configs(config)
+    return layers[number] if number < len(layers) else config
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """The configurations of all layers; only *config* itself if all layers have the same."""
+    if not getattr(config, "is_heterogeneous", False):
+        return [config]
+    return list(config.per_layer_config)
+
+
+def decoded_floats(value: Any) -> Any:
+    """Return the content of a config.json with its numbers that JSON does not have: infinity and NaN.
+
+    transformers (5.23, ``PreTrainedConfig.to_json_string``) writes them as ``{"__float__": "Infinity"}``.
+    """
+    if isinstance(value, list):
+        return [decoded_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_FLOAT} and value[_FLOAT] in _FLOATS:
+        return float(value[_FLOAT])
+    return {key: decoded_floats(each) for key, each in value.items()}
+
+
+def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
+    """Raise :class:`RecipeError` if the recipe's *auto_class* of transformers does not support the model."""
+    # Private in transformers 5.17 to 5.24. Custom classes may have no mapping.
+    mapping = getattr(auto_class, "_model_mapping", None)
+    remote_classes = getattr(config, "auto_map", None) or {}
+    architectures = getattr(config, "architectures", None) or ()
+    is_seq2seq = (
+        config.is_encoder_decoder and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    )
+    seq2seq: Any = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)] if is_seq2seq else None
+    # BART has a class for the decoder alone, too.
+    is_whole = seq2seq is not None and seq2seq.__name__ in architectures
+    is_known = mapping is None or type(config) in mapping or auto_class.__name__ in remote_classes
+    if is_known and not (is_whole and auto_class is AutoModelForCausalLM):
+        _check_causality(config, auto_class)
+        return
+    listed = ", ".join(architectures) or "no class listed in its config"
+    hint = (
+        "name a causal language model, or for a vision-language model recipe: vlm_finetune; encoders need a recipe of "
+        "your own"
+    )
+    if is_seq2seq:
+        hint = "train a model with an encoder and a decoder with recipe: seq2seq"
+    elif auto_class is AutoModelForSeq2SeqLM:
+        hint = "name a model with an encoder and a decoder, such as T5 or BART; recipe: llm_finetune trains decoders"
+    raise RecipeError(
+        "this recipe does not support this kind of model",
+        where="model",
+        value=f"a {config.model_type} model ({listed}), which {auto_class.__name__} does not support as a whole",
+        hint=hint,
+    )
+
+
+def check_layer_drop(config: PreTrainedConfig) -> None:
+    """Raise :class:`RecipeError` for a model that leaves out whole layers at random in training (LayerDrop).
+
+    Each rank would leave out other layers, and wait for the others in the next one.
+    """
+    rates = {}
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        rate = getattr(config, name, None)
+        if rate:
+            rates[name] = rate
+    if rates:
+        zeros = ", ".join(f"{name}: 0.0" for name in rates)
+        raise RecipeError(
+            "this model leaves out layers at random in training (LayerDrop), which is not supported",
+            where="model",
+            value=", ".join(f"{name}: {rate}" for name, rate in rates.items()),
+            hint=f"set model.config_overrides: {{{zeros}}}",
+        )
+
+
+def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
+    """Raise :class:`RecipeError` for an encoder such as BERT, which sees the tokens that it would learn to predict."""
+    setting = _setting_of_encoder(config.get_text_config())
+    if auto_class is not AutoModelForCausalLM or setting is None:
+        return
+    name, value, causal = setting
+    hint = "name a causal language model; recipe: sequence_classification and recipe: embedding train encoders"
+    if causal:
+        override = f"model.config_overrides: {{{name}: {causal}}}"
+        hint += f"; or let tokens see only earlier ones with {override}"
+    raise RecipeError(
+        "this model is an encoder: each token sees the later ones, which it would learn to predict",
+        where="model",
+        value=f"a {config.model_type} model with {name}: {value}",
+        hint=hint,
+    )
+
+
+def sees_later_tokens(config: PreTrainedConfig) -> bool:
+    """Whether each token sees the later ones, as in an encoder."""
+    return _setting_of_encoder(config.get_text_config()) is not None
+
+
+def _setting_of_encoder(config: PreTrainedConfig) -> tuple[str, str, str] | None:
+    """Return the setting that lets tokens see later ones, or None when the model is causal.
+
+    The setting is its name, its value, and the value with which the model is causal. The last one is empty if the model
+    would differ in more than this setting.
+    """
+    # Some decoders have an is_decoder of False too, but no class for masked tokens. BertGeneration has none either.
+    is_encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    is_encoder = is_encoder or config.model_type == "bert-generation"
+    # XLM and FlauBERT have the second one.
+    for name in ("is_decoder", "causal"):
+        if is_encoder and not getattr(config, name, True):
+            return name, "false", "true"
+    # XLNet learns permutations of a sequence, with masks that a recipe does not have.
+    if config.model_type == "xlnet" and config.attn_type == "bi":
+        return "attn_type", "bi", "uni"
+    # Gemma, as in EmbeddingGemma; "vision" concerns the tokens of an image only. Its config has already halved the
+    # sliding window when overrides are applied.
+    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    if bidirectional in (True, "all"):
+        return "use_bidirectional_attention", str(bidirectional).lower(), ""
+    # transformers' masks follow it for any model.
+    if getattr(config, "is_causal", True) is False:
+        return "is_causal", "false", "true"
+    return None

@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.errors import RecipeError
 
@@ -44,7 +45,7 @@ class InFiles(NamedTuple):
     part}}`` of tensors with rows that are separate tensors in files.
     """
 
-    names: dict[str, str]
+    names: TextDict
     parts: dict[str, dict[str, RowPart]]
 
 
@@ -56,7 +57,7 @@ class Conversion(NamedTuple):
     rows, or two matrices as one. The tensors in memory that they come from are neither in *names* nor in *parts*.
     """
 
-    names: dict[str, str]
+    names: TextDict
     parts: dict[str, dict[str, RowPart]]
     combined: dict[str, frozenset[str]]
 
@@ -88,9 +89,9 @@ def read_conversion(model: nn.Module) -> Conversion | None:
         return None
 
 
-def _names_in_memory(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
+def _names_in_memory(model: PreTrainedModel, names: Collection[str]) -> TextDict:
     """{name in a file: name in memory} of those *names* that transformers only renames."""
-    renamed: dict[str, str] = {}
+    renamed: TextDict = {}
     tensors = model.state_dict(keep_vars=True) if names else {}
     try:
         transforms = get_model_conversion_mapping(model)
@@ -152,9 +153,7 @@ def names_in_files(
     return InFiles(names, parts)
 
 
-def _would_mix_prefixes(
-    model: PreTrainedModel, found: Conversion, in_base: Mapping[str, str]
-) -> bool:
+def _would_mix_prefixes(model: PreTrainedModel, found: Conversion, in_base: Texts) -> bool:
     """Whether only some tensors have names *in_base* that lack the prefix of the backbone, or have it in excess.
 
     transformers 4 adds or removes the prefix for all tensors of a file or for none. It cannot load a head next to a
@@ -198,7 +197,7 @@ def _read_off(
     everything = torch.cat([value.flatten() for value in reverted.values()]).sort().values
     if not torch.equal(everything, torch.arange(total)):
         raise ValueError("the conversion drops, repeats or changes elements")
-    names, parts = dict[str, str](), dict[str, dict[str, RowPart]]()
+    names, parts = TextDict(), dict[str, dict[str, RowPart]]()
     combined: dict[str, frozenset[str]] = {}
     fqns, borders = list(shapes), torch.tensor(starts)
     for name, value in reverted.items():
@@ -250,7 +249,7 @@ def tensor_names_in(base_dir: Path) -> set[str]:
     return set(tensor_types_in(base_dir))
 
 
-def tensor_types_in(base_dir: Path) -> dict[str, str]:
+def tensor_types_in(base_dir: Path) -> TextDict:
     """{name: dtype code of safetensors} of all tensors in the Hugging Face files of *base_dir*; empty if these are
     files of another kind.
 
@@ -259,7 +258,7 @@ def tensor_types_in(base_dir: Path) -> dict[str, str]:
     """
     weight_map = _weight_map_of(base_dir)
     files = {"model.safetensors"} if weight_map is None else set(weight_map.values())
-    types: dict[str, str] = {}
+    types: TextDict = {}
     for path in sorted(base_dir / name for name in files):
         if weight_map is not None or path.is_file():
             with safe_open(path, "pt") as file:
@@ -268,6 +267,6 @@ def tensor_types_in(base_dir: Path) -> dict[str, str]:
     return types
 
 
-def _weight_map_of(base_dir: Path) -> dict[str, str] | None:
+def _weight_map_of(base_dir: Path) -> TextDict | None:
     index = base_dir / "model.safetensors.index.json"
     return read_weight_map(index, follow_links=True, kind=RecipeError)

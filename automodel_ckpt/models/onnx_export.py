@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.models.inspect.error_texts import first_line
+from automodel_ckpt.models.inspect.interface import first_line
 from automodel_ckpt.models.inspect.signature import model_class
 
 _HINT = "export Hugging Face files (--to hf), and convert them with the optimum library"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.forward import model_without_adapters
+from automodel_ckpt.models.inspect.interface import model_without_adapters
 
 _WHERE = "distributed.pp_size"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
 from automodel_ckpt.checkpoint.files.safe_open import parse_json
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.models.inspect.repository import RepositoryOptions, from_library_first
 
 log = logging.getLogger("automodel_ckpt")
@@ -35,7 +36,7 @@ _MAIN_REVISION = RepositoryOptions()
 def read_processor(
     name: str,
     repository: RepositoryOptions = _MAIN_REVISION,
-    settings: Mapping[str, Any] | None = None,
+    settings: Values | None = None,
 ) -> Any:
     """Read the processor of a directory or Hub name, with other values of some *settings*.
 
@@ -53,7 +54,7 @@ def read_processor(
     return processor
 
 
-def _read(name: str, repository: RepositoryOptions, settings: Mapping[str, Any]) -> Any:
+def _read(name: str, repository: RepositoryOptions, settings: Values) -> Any:
     from_pretrained = functools.partial(_AUTO.from_pretrained, **settings)
     try:
         return from_library_first(from_pretrained, name, repository)
@@ -113,7 +114,7 @@ def _class_of(name: str) -> Any:
         return named if is_processor else None
 
 
-def _content(name: str, file: str) -> dict[str, Any]:
+def _content(name: str, file: str) -> ValueDict:
     """Return the content of a JSON file of a directory or Hub name; empty if there is no such file."""
     try:
         path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
@@ -122,7 +123,7 @@ def _content(name: str, file: str) -> dict[str, Any]:
     return parse_json(Path(path).read_bytes()) if path else {}
 
 
-class _Settings(dict[str, Any]):
+class _Settings(ValueDict):
     """The settings for videos. It replaces the video processor: some processors read its attributes."""
 
     def __getattr__(self, name: str) -> Any:
@@ -162,7 +163,7 @@ def without_videos(processor_class: Any) -> Any:
 
         @classmethod
         def from_args_and_dict(
-            cls, args: Sequence[Any], processor_dict: Mapping[str, Any], **options: Any
+            cls, args: Sequence[Any], processor_dict: Values, **options: Any
         ) -> Any:
             given = list(args)
             others = {key: value for key, value in processor_dict.items() if key != _VIDEOS}

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.float32_parts import float32_names
+from automodel_ckpt.models.meta_init import float32_names
 
 _READ_AS_FLOATS = ("fp8", "mxfp4")
 """Formats that transformers dequantizes while it reads, to the type that it is asked for."""

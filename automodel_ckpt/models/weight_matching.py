@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts
 from automodel_ckpt.errors import Problem, RecipeError
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Names:
     """The tensors of a model or of a source: their shapes by name, and {alias: name} of tied tensors."""
 
     shapes: Mapping[str, Shape]
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Texts = field(default_factory=dict)
 
     def resolve(self, name: str) -> str | None:
         """The name in *shapes* of the tensor with the name or alias *name*. None when there is none."""
@@ -53,7 +54,7 @@ class Verdict:
     cannot be filled. *allowed* contains the names with differences that the recipe allows.
     """
 
-    matches: Mapping[str, str]
+    matches: Texts
     resized: Mapping[str, tuple[Shape, Shape]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -150,7 +151,7 @@ def compare(
     glob of *allow_missing* keep the model's values if the source has none, or has another shape. Tensors of the source
     that match a glob of *allow_unexpected* are ignored.
     """
-    matches: dict[str, str] = {}
+    matches: TextDict = {}
     missing: list[str] = []
     resized: dict[str, tuple[Shape, Shape]] = {}
     misshapen: dict[str, tuple[Shape, Shape]] = {}

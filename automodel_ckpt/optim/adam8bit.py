@@ -22,6 +22,7 @@ from automodel_ckpt.base.code_tables import decoded, dynamic_table, nearest
 from automodel_ckpt.base.device_copies import to_device
 from automodel_ckpt.base.kernel_trial import has_triton, succeeds
 from automodel_ckpt.checkpoint.files.layout import FURTHER_BITS
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.optim.combined_optimizer import update_each
 
@@ -52,7 +53,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        params: Iterable[nn.Parameter] | Iterable[ValueDict],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -114,7 +115,7 @@ class AdamW8bit(torch.optim.Optimizer):
             elif FURTHER_BITS not in state:
                 state[FURTHER_BITS] = _zeros_of_bits(parameter)
 
-    def _extensible(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    def _extensible(self) -> Iterator[tuple[nn.Parameter, ValueDict]]:
         """The bfloat16 parameters that have a state, with it."""
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -128,7 +129,7 @@ class AdamW8bit(torch.optim.Optimizer):
         """Update the parameters that have gradients. Returns the result of *closure*, which computes the gradients."""
         return update_each(self, closure, self._update)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: ValueDict) -> None:
         """Load what ``state_dict`` returned, in its types: torch would convert all to the type of the parameters."""
         super().load_state_dict({**state_dict, "state": {}})
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -165,7 +166,7 @@ class AdamW8bit(torch.optim.Optimizer):
             state[FURTHER_BITS] = _zeros_of_bits(parameter)
         return state
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: ValueDict) -> None:
         state, block = self.state[parameter], self._block_of(parameter)
         if not state:
             state.update(self._new_state(parameter))
@@ -240,7 +241,7 @@ def _local(tensor: Tensor | None) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _setting_values(group: dict[str, Any], num_steps: float) -> list[float]:
+def _setting_values(group: ValueDict, num_steps: float) -> list[float]:
     """What an update needs of a group: 1 - beta1, 1 - beta2, the factor of the weight decay, the step's size, the root
     of the second moment's bias correction, and eps."""
     beta1, beta2 = group["betas"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from automodel_ckpt.base.kernel_trial import has_triton, succeeds
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.errors import RecipeError
 
 LEAST_ELEMENTS: float = 2**22
@@ -154,7 +156,7 @@ class FusedAdamW(torch.optim.AdamW):
         self.found_inf = None
         return result  # type: ignore[no-any-return]
 
-    def _shards_of(self, group: dict[str, Any]) -> _Shards | None:
+    def _shards_of(self, group: ValueDict) -> _Shards | None:
         """The kernel's inputs for a parameter group. None when the group requires torch's own step."""
         if not group["fused"] or group["amsgrad"] or group["maximize"]:
             return None
@@ -179,9 +181,9 @@ class FusedAdamW(torch.optim.AdamW):
             averages, squares = _local(averages), _local(squares)
         return _Shards(parameters, gradients, averages, squares, steps)
 
-    def _update(self, group: dict[str, Any], shards: _Shards) -> None:
+    def _update(self, group: ValueDict, shards: _Shards) -> None:
         beta1, beta2 = group["betas"]
-        settings: dict[str, Any] = {
+        settings: ValueDict = {
             "lr": group["lr"],
             "beta1": beta1,
             "beta2": beta2,
@@ -285,12 +287,18 @@ def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
+def current_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of the first parameter group for the next step; NaN if the optimizer computes it itself."""
+    rate = optimizer.param_groups[0]["lr"]
+    return math.nan if rate is None else float(rate)
+
+
 def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
     """Whether :func:`skip_step_if` works with *optimizer*: torch's fused optimizers read ``found_inf``."""
     return all(
         getattr(part, "_step_supports_amp_scaling", False)
         and all(group.get("fused") for group in part.param_groups)
-        for part in _parts(optimizer)
+        for part in parts_of(optimizer)
     )
 
 
@@ -299,11 +307,11 @@ def skip_step_if(optimizer: torch.optim.Optimizer, flag: Tensor) -> None:
 
     The host does not read *flag*. Requires :func:`skips_by_flag`.
     """
-    for part in _parts(optimizer):
-        part.found_inf = flag.float()  # type: ignore[attr-defined]
+    for part in parts_of(optimizer):
+        part.found_inf = flag.float()
 
 
-def _parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def parts_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The optimizers that a CombinedOptimizer steps; *optimizer* alone if it is another one."""
     return getattr(optimizer, "optimizers", [optimizer])
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-Update = Callable[[Tensor, dict[str, Any]], None]
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
+
+Update = Callable[[Tensor, ValueDict], None]
 """Updates a parameter, with the options of its group."""
 
 
@@ -73,10 +74,10 @@ class CombinedOptimizer(Optimizer):
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> ValueDict:
         return {**super().__getstate__(), "optimizers": self.optimizers}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: ValueDict) -> None:
         super().__setstate__(state)
         # load_state_dict comes here with new objects for the state and the parameter groups.
         self._share_state()

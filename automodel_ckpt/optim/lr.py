@@ -6,13 +6,14 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger("automodel_ckpt")
@@ -29,7 +30,7 @@ def build_schedule(
     warmup_ratio: float | None = None,
     warmup_from: float = 0.0,
     decay_steps: int | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Values | None = None,
     warns: bool = True,
 ) -> LRScheduler:
     """Build the schedule *name* over *decay_steps* (default: *total_steps*), which include the warm-up.
@@ -48,7 +49,7 @@ def build_schedule(
     function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
     parameters = inspect.signature(function).parameters
     warms_up, decays = "num_warmup_steps" in parameters, "num_training_steps" in parameters
-    unused: dict[str, Any] = {}
+    unused: ValueDict = {}
     if not warms_up:
         unused = {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio}
         unused["warmup_from"] = warmup_from or None
@@ -156,12 +157,6 @@ def check_schedule(schedule: object) -> None:
             value=f"{type(schedule).__name__}.step({', '.join(needed)})",
             hint="use another schedule; step_scheduler.early_stopping ends a run that no longer improves",
         )
-
-
-def current_rate(optimizer: Optimizer) -> float:
-    """The learning rate of the first parameter group for the next step; NaN if the optimizer computes it itself."""
-    rate = optimizer.param_groups[0]["lr"]
-    return math.nan if rate is None else float(rate)
 
 
 def follow_schedule(schedule: LambdaLR) -> None:

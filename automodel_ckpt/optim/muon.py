@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.optim.combined_optimizer import update_each
 
 
@@ -30,7 +30,7 @@ class Muon(torch.optim.Muon):
             return super().step(closure)  # type: ignore[no-any-return, no-untyped-call]
         return update_each(self, closure, self._update)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: ValueDict) -> None:
         """Make a step of one matrix. Source of the formulas: the documentation of torch.optim.Muon."""
         gradient = parameter.grad
         assert gradient is not None
@@ -51,7 +51,7 @@ class Muon(torch.optim.Muon):
         parameter.add_(step, alpha=-rate * _rate_factor(group["adjust_lr_fn"], parameter.shape))
 
 
-def orthogonalized(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+def orthogonalized(matrix: Tensor, group: ValueDict) -> Tensor:
     """Return *matrix* with singular values of about 1, in bfloat16, as torch.optim.Muon with the options of *group*.
 
     Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024: the quintic Newton-Schulz

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh import RankLayout, context_group
+from automodel_ckpt.parallel.mesh import context_group
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.model_layers import decoder_layers
-from automodel_ckpt.parallel.tensor_plan import base_and_prefix
+from automodel_ckpt.parallel.tensor_parallel import base_and_prefix
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 """A function of transformers' attention interface: (module, query, key, value, mask, ...) -> (output, weights)."""

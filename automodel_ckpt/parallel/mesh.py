@@ -1,98 +1,36 @@
-"""This process's rank and device, the process groups, and the device mesh that models are sharded over."""
+"""This process's rank and device, the process groups, and the device mesh that models are sharded over.
+
+Ranks wait for each other here until all have joined. torch waits in C++, where no signal handler runs, for up to half
+an hour and without a message. :func:`gather_parts` collects equal parts of a tensor, with gradients to their ranks.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh_sizes import Sizes, share_out
+from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, share_out
+from automodel_ckpt.parallel.ranks.network import can_be_reached, is_this_node_only
 
 CPU_BACKEND = "gloo"
 CUDA_BACKEND = "cpu:gloo,cuda:nccl"
-
-
-@dataclass(frozen=True)
-class RankLayout:
-    """This rank's coordinates in the device mesh of *sizes*. Control messages and saves use ``gloo_group``."""
-
-    rank: int
-    sizes: Sizes
-    local_rank: int
-    device: torch.device
-    gloo_group: dist.ProcessGroup
-
-    @property
-    def world_size(self) -> int:
-        return self.sizes.world
-
-    @property
-    def dp_size(self) -> int:
-        return self.sizes.dp
-
-    @property
-    def dp_rank(self) -> int:
-        """The part of each global batch that this rank computes; tensor and context parallel groups share one part."""
-        # The divisions of these properties must match the order of dimensions in build_mesh and
-        # context_group: tp is innermost, then cp.
-        return self.rank // (self.sizes.tp * self.sizes.cp) % self.sizes.dp
-
-    @property
-    def cp_rank(self) -> int:
-        """The slice of each row that this rank computes."""
-        return self.rank // self.sizes.tp % self.sizes.cp
-
-    @property
-    def tp_rank(self) -> int:
-        return self.rank % self.sizes.tp
-
-    @property
-    def pp_rank(self) -> int:
-        return self.rank // (self.sizes.tp * self.sizes.token_parts)
-
-    @property
-    def in_stages(self) -> bool:
-        """Whether ranks hold different layers of the model (pipeline parallelism)."""
-        return self.sizes.pp > 1
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.pp_rank == self.sizes.pp - 1
-
-    def num_row_parts(self, *, sequence_parallel: bool) -> int:
-        """The number of slices of a row of tokens: one per rank of the context parallel group, or, with
-        *sequence_parallel*, one per rank of the tensor parallel group."""
-        if self.sizes.cp > 1:
-            return self.sizes.cp
-        return self.sizes.tp if sequence_parallel else 1
-
-    @property
-    def is_rank0(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def reports(self) -> bool:
-        """Whether this rank reports for its part of the data, so that sums over ranks count each part once."""
-        return self.reports_loss and self.cp_rank == 0
-
-    @property
-    def reports_loss(self) -> bool:
-        """Whether sums over ranks include this rank's loss; ranks of a context parallel group have different tokens."""
-        return self.tp_rank == 0 and self.is_last_stage
-
-    @property
-    def random_stream(self) -> int:
-        """The number of this rank's random stream; ranks of a tensor parallel group draw the same numbers."""
-        return (self.pp_rank * self.sizes.dp + self.dp_rank) * self.sizes.cp + self.cp_rank
 
 
 def init_distributed(
@@ -155,9 +93,7 @@ def context_group(layout: RankLayout) -> dist.ProcessGroup:
     sizes = layout.sizes
     # A separate mesh: in build_mesh's mesh, dp_shard also contains the ranks of this group.
     num_others = sizes.world // (sizes.cp * sizes.tp)
-    shape, names = (num_others, sizes.cp, sizes.tp), ("rest", "cp", "tp")
-    mesh = init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
-    return mesh.get_group("cp")
+    return _middle_group(layout, (num_others, sizes.cp, sizes.tp), "cp")
 
 
 def close_distributed() -> None:
@@ -200,8 +136,6 @@ def _store_of_ranks(rank: int, world_size: int, timeout: timedelta) -> Store:
     key = (host, port, rank == 0)
     store = _stores.get(key)
     if store is None:
-        from automodel_ckpt.parallel.ranks.joining import store_of_ranks
-
         store = _stores[key] = store_of_ranks(host, port, rank, world_size, timeout)
     store.set_timeout(timeout)
     return store
@@ -222,7 +156,6 @@ def _init_process_group(backend: str, rank: int, world_size: int, timeout: timed
     # the addresses of a group that another rank has left would wait for that rank.
     number = store.add(f"joined_by_{rank}", 1)
     store = PrefixStore(f"group_{number}", store)
-    from automodel_ckpt.parallel.ranks.joining import await_ranks
 
     await_ranks(PrefixStore("joining", store), rank, world_size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -253,3 +186,170 @@ def _device(backend: str | None, local_rank: int) -> torch.device:
 
 def _environment_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
+
+
+log = logging.getLogger("automodel_ckpt")
+
+REPORT_SECONDS = 10.0
+"""How long a rank waits for others before it reports which ranks are missing."""
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
+_MAX_NAMED = 16
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+def serve_store(host: str, port: int) -> TCPStore:
+    """Serve the store of the ranks.
+
+    Args:
+        host: The address at which the ranks connect. With a loopback address, other nodes cannot connect.
+        port: The port. With 0, the system chooses one.
+
+    Returns:
+        The store, which serves others while it exists.
+
+    Raises:
+        OSError: The port is in use.
+        RuntimeError: torch could not create the store.
+    """
+    if not is_this_node_only(host):
+        return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    # Without a socket, torch listens on all interfaces. It closes this one with the store.
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def store_of_ranks(
+    host: str, port: int, rank: int, world_size: int, timeout: timedelta
+) -> TCPStore:
+    """Connect to the store at *host* and *port*. Rank 0 serves it, unless a launcher does.
+
+    Raises :class:`AutomodelError` if no process serves it within *timeout*.
+    """
+    if rank == 0 and os.environ.get(_AGENT_STORE) != "True":
+        return serve_store(host, port)
+
+    by_rank_0 = rank != 0 and "TORCHELASTIC_RUN_ID" not in os.environ
+    server = _names([0], world_size) if by_rank_0 else f"the launcher's store at {host}:{port}"
+    _wait_for(lambda: can_be_reached(host, port), lambda: server, timeout)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def await_ranks(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Wait until all ranks have called this function with *store*.
+
+    The ranks that are missing are reported after REPORT_SECONDS, by one rank. Raises :class:`AutomodelError` if they
+    are still missing after *timeout*.
+    """
+    store.set(f"joined_{rank}", "")
+    if store.add("num_joined", 1) == world_size:
+        store.set("all_joined", "")
+
+    def missing() -> str:
+        ranks = [other for other in range(world_size) if not store.check([f"joined_{other}"])]
+        return _names(ranks, world_size) if ranks else ""
+
+    _wait_for(
+        lambda: store.check(["all_joined"]),
+        missing,
+        timeout,
+        reports=lambda: store.add("reports", 1) == 1,
+    )
+
+
+def _wait_for(
+    condition: Callable[[], bool],
+    missing: Callable[[], str],
+    timeout: timedelta,
+    reports: Callable[[], bool] = lambda: True,
+) -> None:
+    """Wait for *condition* in Python. After REPORT_SECONDS, report what is *missing* if *reports* returns True."""
+    start = time.monotonic()
+    poll, has_reported = _FIRST_POLL_SECONDS, False
+    while not condition():
+        waited = time.monotonic() - start
+        if waited > timeout.total_seconds():
+            raise AutomodelError(
+                "not all ranks of the run have started within distributed.timeout_minutes "
+                f"({timeout.total_seconds() / 60:g})",
+                where=f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}",
+                value=f"missing: {missing()}",
+                hint=_hint(os.environ),
+            )
+        if waited > REPORT_SECONDS and not has_reported:
+            has_reported = True
+            if reports() and (names := missing()):
+                log.warning("waiting for %s, not started yet: %s", names, _hint(os.environ))
+        time.sleep(poll)
+        poll = min(1.5 * poll, _LONGEST_POLL_SECONDS)
+
+
+def _names(ranks: Sequence[int], world_size: int) -> str:
+    """``ranks 1, 2, 3 of 4``, with the first ranks of many."""
+    named = ", ".join(map(str, ranks[:_MAX_NAMED]))
+    more = f" and {len(ranks) - _MAX_NAMED} others" if len(ranks) > _MAX_NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more} of {world_size}"
+
+
+def _hint(environment: Mapping[str, str]) -> str:
+    """What to do about missing ranks, which depends on the program that started this one."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return "see the output of these ranks and of their launcher"
+    # Under srun, this program sets RANK itself.
+    if "SLURM_PROCID" in environment and environment.get(_AGENT_STORE) == "True":
+        start, variable = "start one task per rank with srun", "SLURM_PROCID"
+    else:
+        start, variable = "start them with the same MASTER_ADDR and MASTER_PORT", "RANK"
+    return f"{start}, or run `unset {variable}` first to train with one process"
+
+
+def data_group(layout: RankLayout) -> dist.ProcessGroup | None:
+    """Create the group of the ranks with other parts of each global batch, ordered by ``dp_rank``; None for one rank.
+
+    Ranks that differ in their tensor parallel coordinate are in different groups, which have the same samples. A
+    collective: every rank calls it once.
+    """
+    sizes = layout.sizes
+    if sizes.dp == 1:
+        return None
+    # The order of dimensions must match build_mesh: tp is innermost.
+    return _middle_group(layout, (sizes.pp, sizes.dp, sizes.cp * sizes.tp), "dp")
+
+
+def _middle_group(layout: RankLayout, shape: tuple[int, int, int], name: str) -> dist.ProcessGroup:
+    """Create the group of the ranks along the second dimension, *name*, of a mesh [outer, ranks, inner]."""
+    names = ("outer", name, "inner")
+    return init_device_mesh(layout.device.type, shape, mesh_dim_names=names).get_group(name)
+
+
+def gather_parts(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Stack the *part* of each rank, which has the same shape on all of them: [ranks, ...]. A collective.
+
+    The gradient of a part is the sum of its gradients on all ranks, so that the sum of the losses of all ranks has the
+    gradient that one process with all parts would compute. The backward pass is a collective too. Without a *group*,
+    there is one part.
+    """
+    if group is None:
+        return part.unsqueeze(0)
+    return _Gather.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    """A stack over the ranks. Its backward pass adds the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part, group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None

@@ -1,4 +1,4 @@
-"""The sizes of the device mesh, computed and validated from numbers alone, without torch.
+"""The sizes of the device mesh and the coordinates of a rank in it, computed from numbers alone, without torch.
 
 From the outermost dimension to the innermost: pipeline stages, replicas of a sharded model, its shards, slices of a
 sequence (context parallel), and tensor parallel ranks, which are neighbors on a node. Ranks that differ only in their
@@ -9,10 +9,14 @@ divides the ranks of the shards and of context parallelism a second time, for th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.errors import RecipeError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 Strategy = Literal["fsdp2", "ddp", "single"]
 _WHERE = "distributed"
@@ -64,6 +68,81 @@ class Sizes:
             if size > 1:
                 parts.append(f"{name} {size}")
         return " x ".join(parts) or "one rank"
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """This rank's coordinates in the device mesh of *sizes*. Control messages and saves use ``gloo_group``."""
+
+    rank: int
+    sizes: Sizes
+    local_rank: int
+    device: torch.device
+    gloo_group: dist.ProcessGroup
+
+    @property
+    def world_size(self) -> int:
+        return self.sizes.world
+
+    @property
+    def dp_size(self) -> int:
+        return self.sizes.dp
+
+    @property
+    def dp_rank(self) -> int:
+        """The part of each global batch that this rank computes; tensor and context parallel groups share one part."""
+        # The divisions of these properties must match the order of dimensions in build_mesh and
+        # context_group: tp is innermost, then cp.
+        return self.rank // (self.sizes.tp * self.sizes.cp) % self.sizes.dp
+
+    @property
+    def cp_rank(self) -> int:
+        """The slice of each row that this rank computes."""
+        return self.rank // self.sizes.tp % self.sizes.cp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.sizes.tp
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // (self.sizes.tp * self.sizes.token_parts)
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether ranks hold different layers of the model (pipeline parallelism)."""
+        return self.sizes.pp > 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pp_rank == self.sizes.pp - 1
+
+    def num_row_parts(self, *, sequence_parallel: bool) -> int:
+        """The number of slices of a row of tokens: one per rank of the context parallel group, or, with
+        *sequence_parallel*, one per rank of the tensor parallel group."""
+        if self.sizes.cp > 1:
+            return self.sizes.cp
+        return self.sizes.tp if sequence_parallel else 1
+
+    @property
+    def is_rank0(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank reports for its part of the data, so that sums over ranks count each part once."""
+        return self.reports_loss and self.cp_rank == 0
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether sums over ranks include this rank's loss; ranks of a context parallel group have different tokens."""
+        return self.tp_rank == 0 and self.is_last_stage
+
+    @property
+    def random_stream(self) -> int:
+        """The number of this rank's random stream; ranks of a tensor parallel group draw the same numbers."""
+        return (self.pp_rank * self.sizes.dp + self.dp_rank) * self.sizes.cp + self.cp_rank
 
 
 def share_out(

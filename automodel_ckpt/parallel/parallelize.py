@@ -25,13 +25,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh import RankLayout, build_mesh, mesh_of, shards_of
-from automodel_ckpt.parallel.mesh_sizes import choose_strategy
+from automodel_ckpt.parallel.gradients import FixedBucketsDDP, may_vary
+from automodel_ckpt.parallel.mesh import build_mesh, mesh_of, shards_of
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, choose_strategy
 from automodel_ckpt.parallel.model_layers import separate_ends, untied_layers
-from automodel_ckpt.parallel.unused_gradients import may_vary
 
 if TYPE_CHECKING:
-    from automodel_ckpt.parallel.tensor_plan import Plan
+    from automodel_ckpt.parallel.tensor_parallel import Plan
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -97,7 +97,7 @@ def parallelize(
     # Tensor parallelism first: fsdp2 then shards the DTensors that it leaves. torch does not
     # support the other order.
     if mesh is not None and layout.sizes.tp > 1:
-        from automodel_ckpt.parallel.tensor_plan import plan_for
+        from automodel_ckpt.parallel.tensor_parallel import plan_for
 
         plan = plan_for(model, how.tp_plan, layout.sizes.tp)
         from automodel_ckpt.parallel.tensor_parallel import apply_plan
@@ -137,8 +137,6 @@ def _replicate(model: nn.Module, layout: RankLayout) -> nn.Module:
         log.debug(
             "batches may use different parameters of this model: ddp looks for unused ones in each step"
         )
-    from automodel_ckpt.parallel.fixed_buckets import FixedBucketsDDP
-
     return FixedBucketsDDP(
         model,
         device_ids=[layout.device] if layout.device.type == "cuda" else None,
@@ -207,8 +205,7 @@ def _shard_experts(
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Parallelism) -> None:
-    from automodel_ckpt.parallel.ranks.group_types import divide_groups_by_type
-    from automodel_ckpt.parallel.shown_types import show_compute_types
+    from automodel_ckpt.parallel.fsdp_groups import divide_groups_by_type, show_compute_types
 
     options = {**options, "mesh": mesh}
     is_trained = _is_trained(model)
@@ -240,7 +237,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     show_compute_types(model, kept)
     setattr(model, _DEFERS, how.defer_gradient_sync)
     if mesh.size() == 1:
-        from automodel_ckpt.parallel.ranks.one_rank import cast_without_copies
+        from automodel_ckpt.parallel.fsdp_groups import cast_without_copies
 
         # There is nothing to prefetch: a rank has all parameters.
         cast_without_copies(model)
@@ -341,7 +338,7 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        from automodel_ckpt.parallel.shown_types import leave_forward_pass
+        from automodel_ckpt.parallel.fsdp_groups import leave_forward_pass
 
         leave_forward_pass(module)
         _leave_forward(module)

@@ -19,10 +19,9 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
 )
-from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.parallel.gradient_norm import complete_gradient
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.gradients import complete_gradient, local_shard
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.parallelize import gradient_sync
 
 Kind = Literal["1f1b", "gpipe"]
@@ -219,7 +218,7 @@ class TiedEnds:
             # A tensor parallel plan may leave the gradients of the two stages in different layouts.
             complete_gradient(parameter)
             if parameter.grad is not None:
-                dist.all_reduce(_local(parameter.grad), group=self._group)
+                dist.all_reduce(local_shard(parameter.grad), group=self._group)
 
     @property
     def counted_elsewhere(self) -> frozenset[int]:
@@ -227,7 +226,3 @@ class TiedEnds:
         if not self._is_last:
             return frozenset()
         return frozenset(id(parameter) for parameter in self._parameters)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

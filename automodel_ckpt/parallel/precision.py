@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.config.keys.distributed import DistributedConfig
 from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.config.keys.ranks_and_steps import DistributedConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.parallel.mesh_sizes import Sizes, Strategy, choose_strategy

@@ -21,13 +21,12 @@ from automodel_ckpt.checkpoint.run.notes import OTHER, STEPS
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import DeviceMemoryError, Stopped
-from automodel_ckpt.optim.build import skip_step_if, skips_by_flag
-from automodel_ckpt.optim.lr import current_rate
-from automodel_ckpt.parallel.gradient_norm import clip_gradients
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.optim.build import current_rate, skip_step_if, skips_by_flag
+from automodel_ckpt.parallel.gradients import clip_gradients
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.training.counters.step_scheduler import Due, StepScheduler, planned_end
-from automodel_ckpt.training.gradients import GradientAccumulation
+from automodel_ckpt.training.gradients import BatchErrors, GradientAccumulation, check_all_trained
 from automodel_ckpt.training.measure.measurements import (
     TRAIN_LOSS,
     Batches,
@@ -40,15 +39,19 @@ from automodel_ckpt.training.measure.measurements import (
 from automodel_ckpt.training.model.sections import is_fully_sharded
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.saves import Saves, again, signal_name
-from automodel_ckpt.training.start.start_rank import check_part
-from automodel_ckpt.training.values.records import Control, Number, StepResult, Validation
+from automodel_ckpt.training.values.records import (
+    Control,
+    Number,
+    StepResult,
+    Validation,
+    check_part,
+)
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler
 from automodel_ckpt.training.values.step_numbers import (
     Divergence,
     StepNumbers,
     warn_of_skipped_update,
 )
-from automodel_ckpt.training.watch.batch_errors import BatchErrors, check_all_trained
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.measure.weight_average import WeightAverage
@@ -178,7 +181,7 @@ class TrainingLoop:
         """Train on the rest of the current epoch, or until the run is over."""
         scheduler = self.step_scheduler
         for batch in self.run_log.timeline.waiting_for(self.batches(self.dataloader)):
-            last_epoch = scheduler.settings.effective_num_epochs
+            last_epoch = scheduler.num_epochs
             if batch is not None and last_epoch is not None and batch.epoch >= last_epoch:
                 # A stream of samples had fewer steps in its last epoch than planned.
                 self.finish_pending()

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig
@@ -23,16 +24,18 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.files.layout import AVERAGE
 from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.config.callables.plugins import build
-from automodel_ckpt.config.recipe_rules import has_validation
+from automodel_ckpt.config.recipe_rules import Unsupported, has_validation, unsupported_keys
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.config.tree.urls import with_local_directory
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.loss.causal import LossFn
 from automodel_ckpt.optim.build import trainable as trained_parameters
 from automodel_ckpt.optim.lr import build_schedule, check_scalable, check_schedule
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
+from automodel_ckpt.parallel.ranks.agree import gather_objects
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.loop import TrainingLoop
@@ -44,12 +47,11 @@ from automodel_ckpt.training.model.sections import (
     with_model_limits,
 )
 from automodel_ckpt.training.model.trainable import Trainable, build_trainable, check_before_data
-from automodel_ckpt.training.parts.objective import Objective, Tensors, build_loss_fn
+from automodel_ckpt.training.parts.objective import Objective, build_loss_fn
 from automodel_ckpt.training.parts.optimizers import build_optimizer, log_groups
 from automodel_ckpt.training.saves.checkpointing import export_assets, model_layout
 from automodel_ckpt.training.saves.saves import Saves
-from automodel_ckpt.training.start.start_rank import check_part, validate_equal_lengths
-from automodel_ckpt.training.unsupported import Unsupported, unsupported_keys
+from automodel_ckpt.training.values.records import check_part
 from automodel_ckpt.training.values.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -392,3 +394,26 @@ def _model_request(
         is_trained=is_trained,
         is_dry_run=recipe.is_dry_run,
     )
+
+
+_MAX_NAMED = 5
+"""The largest number of ranks in a message."""
+
+
+def validate_equal_lengths(name: str, num_samples: int | None, group: ProcessGroup | None) -> None:
+    """Raise :class:`RecipeError` on all ranks if the data set of the section *name* has not *num_samples* on all.
+
+    With different lengths, some ranks would wait in a step of the epoch that others do not have. A collective.
+    """
+    numbers = gather_objects(group, num_samples)
+    different = []
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
+            different.append(f"{number} on rank {rank}")
+    if different:
+        raise RecipeError(
+            "the ranks do not have the same data: their data sets are not equally long",
+            where=name,
+            value=f"{numbers[0]} samples on rank 0, {', '.join(different[:_MAX_NAMED])}",
+            hint="give all machines the same files, best on storage that they share",
+        )

@@ -16,8 +16,7 @@ from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.media.image_packing import PackedImages
 from automodel_ckpt.data.samples.teacher_targets import TargetedDataset
 from automodel_ckpt.data.samples.tokenized import LengthSummary, TokenizedDataset, note_lines
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import Sizes
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, Sizes
 from automodel_ckpt.training.recipe import Recipe
 from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
 

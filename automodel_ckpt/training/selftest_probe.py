@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.parts.discovery import classify, discover
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.checkpoint.state.storable import check_safe, raw_bytes
 from automodel_ckpt.data.batches.loader import GlobalBatch
-from automodel_ckpt.optim.lr import current_rate
+from automodel_ckpt.optim.build import current_rate
+from automodel_ckpt.parallel.gradients import local_shard
 from automodel_ckpt.training.counters.step_scheduler import Due
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.recipe import Recipe
@@ -106,7 +106,7 @@ def _digests(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _digest(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local = local_shard(value)
     return f"{local.dtype}{list(local.shape)} {xxhash.xxh3_128_hexdigest(raw_bytes(local))}"
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from transformers import LlavaProcessor
 
+from automodel_ckpt.data.collate import at_most, require_choice
 from automodel_ckpt.data.conversations.messages import UnusableSample
 from automodel_ckpt.data.media.image_conversations import ImageChatTemplate, ImageText, image_text
 from automodel_ckpt.data.media.media_files import pillow
-from automodel_ckpt.data.rows.arguments import at_most, require_choice
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.classification import TextEncoder, labeled_texts
-from automodel_ckpt.data.rows.arguments import require_choice, require_tokenizer
+from automodel_ckpt.data.collate import require_choice, require_tokenizer
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.labels import Labels
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset

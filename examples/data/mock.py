@@ -6,9 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from automodel_ckpt.data.batches.sampler import derive_seed
-from automodel_ckpt.data.collate import Sample
-from automodel_ckpt.data.rows.arguments import require_range
+from automodel_ckpt.data.batches.micro_batches import derive_seed
+from automodel_ckpt.data.collate import Sample, require_range
 from automodel_ckpt.errors import RecipeError
 
 _MIN_LENGTH = 2

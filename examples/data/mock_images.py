@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from automodel_ckpt.data.collate import at_most
 from automodel_ckpt.data.conversations.messages import UnusableSample
 from automodel_ckpt.data.media.image_conversations import (
     ImageChatTemplate,
@@ -15,7 +16,6 @@ from automodel_ckpt.data.media.image_conversations import (
     image_text,
 )
 from automodel_ckpt.data.media.media_files import pillow
-from automodel_ckpt.data.rows.arguments import at_most
 from automodel_ckpt.errors import RecipeError
 
 _WORDS = ("the", "red", "square", "under", "a", "small", "circle", "shows", "many", "dark", "lines")

@@ -27,12 +27,11 @@ import tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_ckpt.checkpoint.sources.model_files import save_preprocessor
-from automodel_ckpt.data.rows.arguments import require_choice
-from automodel_ckpt.data.rows.cache import cached
+from automodel_ckpt.data.collate import require_choice
 from automodel_ckpt.data.rows.preparation import Encode
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.encoder import Encoder
-from automodel_ckpt.data.samples.samples import RowStream, identity, samples_of_rows
+from automodel_ckpt.data.samples.samples import RowStream, cached, identity, samples_of_rows
 from automodel_ckpt.data.samples.token_arrays import TokenSpans
 from automodel_ckpt.data.samples.tokenized import (
     EarlierTruncation,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from automodel_ckpt.data.rows.cache import cached
+from automodel_ckpt.data.samples.samples import cached
 from automodel_ckpt.errors import RecipeError
 
 # Part of the cache's key: increase it when _module_pairs finds other pairs.

@@ -1,7 +1,5 @@
 """Training from Python does what the command line does, and returns the model."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

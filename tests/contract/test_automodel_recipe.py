@@ -1,7 +1,5 @@
 """A recipe in NeMo AutoModel's format, with a local model and local data, trains unmodified and resumes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bad input ends before torch is imported: one message, all mistakes, where each stands, what to do, exit code 2."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

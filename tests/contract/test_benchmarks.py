@@ -3,8 +3,6 @@
 Most tests use a stand-in for the library. ``make harness`` installs it, and runs the others.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What users of recipe: sequence_classification see: errors, previews, and what its checkpoints are for."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

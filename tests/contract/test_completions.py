@@ -1,7 +1,5 @@
 """The section ``generation``: completions at each validation, on any ranks, without a trace in the training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

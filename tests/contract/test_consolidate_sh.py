@@ -1,7 +1,5 @@
 """consolidate.sh: run or sourced, from anywhere, whatever its path is called; it never touches the caller's shell."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """What --dry-run foretells is what then happens."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

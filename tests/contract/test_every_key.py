@@ -8,8 +8,6 @@ Each key of the schema has a line in a table, with another value than its defaul
 * ``ELSEWHERE``: the effect takes several ranks, a longer run or a server. A test in the file shows it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io

@@ -1,7 +1,5 @@
 """The first start: a run without a recipe file, and mistakes that are found before the data are read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

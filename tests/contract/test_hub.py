@@ -1,7 +1,5 @@
 """The Hugging Face Hub as users of the commands see it: real processes, and a local server with the Hub's HTTP API."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``--show-samples`` on messages of other programs: what is read, what is an error, and what is counted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model's directory is data: what links, values and missing files in it do, and what exports have of it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -1,7 +1,5 @@
 """Recipes of axolotl, LLaMA-Factory and TRL: --convert-recipe prints ones that load, and reports the other keys."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights of other programs: what each command says of those that it cannot read, and what it reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Mistakes that no other test makes, through the command lines: each message has the place and the value."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Code from a model's repository runs only if the recipe requests it and the command line trusts it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``ckpt-train --show-samples`` prints what is trained on: decoded, with the trained tokens marked, and the lengths."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Credentials appear in no file, no output and no command line, and a recipe file sends nothing of the environment."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

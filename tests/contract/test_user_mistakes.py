@@ -3,8 +3,6 @@
 All runs are set up in turn by one forked process, as a rank would set them up.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

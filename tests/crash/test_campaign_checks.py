@@ -1,7 +1,5 @@
 """The campaigns of tools/crash find a wrong publication, and what they find on XFS is an error."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

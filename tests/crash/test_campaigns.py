@@ -1,7 +1,5 @@
 """A short sample of every campaign of tools/crash; `make crash` runs them for long (docs/guarantees.md)."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A sample of tools/random_recipes; `make random-recipes` checks many recipes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m tests.golden.make_golden tests/golden        # only ever for a new format version; old ones stay as they are
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ The version of commit 7d0b4d4 (2026-11-22) trained and stopped them. They are ne
 they show that old checkpoints load. ``expected.json`` in each has the losses of an uninterrupted run of that version.
 """
 
-from __future__ import annotations
-
 import random
 
 RUNS: dict[str, tuple[int, tuple[str, ...]]] = {

@@ -1,7 +1,5 @@
 """Checkpoints of every format version so far are read by this one: listed, verified, resumed from, exported."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that an older version stopped continue in this one, with the losses of an uninterrupted run."""
 
-from __future__ import annotations
-
 import json
 import os
 import tarfile

@@ -1,7 +1,5 @@
 """8-bit moments, and bfloat16 weights with further bits, on a GPU: both kinds of updates beside that of the CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """AdamW on a GPU: its kernel for large tensors beside torch's, and a step that does not wait for the device."""
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any

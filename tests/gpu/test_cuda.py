@@ -1,7 +1,5 @@
 """Saves and resumes on a GPU are exact, and the run is where it should be."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

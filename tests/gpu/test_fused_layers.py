@@ -1,7 +1,5 @@
 """Fused layers on a GPU beside the modules that they replace, in float64 on the CPU."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Vision-language models on a GPU: the losses of the CPU, with samples that are padded, and packed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

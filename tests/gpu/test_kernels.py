@@ -1,7 +1,5 @@
 """Attention within documents, and the loss of a large vocabulary: kernels against definitions in float32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,8 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from automodel_ckpt.models.attention.documents import Documents, document_kernel
-from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
-from automodel_ckpt.models.loss.loss_inputs import IDENTITY, KERNELS, LogitTransform
+from automodel_ckpt.models.loss.fused_cross_entropy import (
+    IDENTITY,
+    LogitTransform,
+    linear_cross_entropy,
+)
+from automodel_ckpt.models.loss.head_gradients import KERNELS
 from tests.support.gpu import HAS_GPU, both_devices, only_gpu
 from tools.bench.loss_kernels import compare, preferring
 

@@ -1,7 +1,5 @@
 """The memory of a GPU: how close its forecast is, and what a run reports when it is used up."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

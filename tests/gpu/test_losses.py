@@ -4,8 +4,6 @@ Each recipe runs as a command, so that it has the GPU's memory and state to itse
 CPU too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """FSDP2 on one rank with a GPU: gradients are cast and added without the copies of torch, with the same values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

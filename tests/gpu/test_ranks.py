@@ -4,8 +4,6 @@ Without GPUs, tests/distributed has the same with gloo. These tests show that th
 NCCL and tensors of a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Each kind of training on a GPU: the losses of the CPU in float32, from the examples that need no downloaded model."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

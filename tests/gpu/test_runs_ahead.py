@@ -1,7 +1,5 @@
 """On a GPU, the host queues steps without waiting."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights are read from files into tensors of any device and type, and copied from a GPU with locked pages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Archives that an attacker wrote: nothing is written outside of the run directory, and nothing is published."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Archives of NeMo that an attacker wrote: nothing is written outside of the target, or costs more than it is."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

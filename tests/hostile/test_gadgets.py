@@ -4,8 +4,6 @@ Every name in the libraries is tried for every purpose; what is on the list is c
 watch, with arguments that would show. HOSTILE=all (make hostile) takes all of them, else a sample is taken.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

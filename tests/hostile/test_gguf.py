@@ -1,7 +1,5 @@
 """GGUF files that an attacker wrote: an error with code 3, cheap in time and memory, whatever the header claims."""
 
-from __future__ import annotations
-
 import random
 import struct
 from collections.abc import Callable

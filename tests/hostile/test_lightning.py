@@ -1,7 +1,5 @@
 """Files of Lightning and of training scripts that an attacker wrote: nothing in them is executed."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -4,8 +4,6 @@ Attack classes times readers. Each case is a checkpoint changed by one attack (w
 could make them fit) and one program that reads it, in a forked child whose audit hook watches what it opens and starts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Checkpoints of Megatron that an attacker wrote: nothing in them is executed, and reading stays cheap."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Templates end, whatever they loop over and however they grow, in every command that renders one."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

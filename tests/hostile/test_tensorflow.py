@@ -1,7 +1,5 @@
 """Indexes of TensorFlow checkpoints that an attacker wrote, with correct checksums: reading them stays cheap."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from pathlib import Path

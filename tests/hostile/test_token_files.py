@@ -1,7 +1,5 @@
 """Damaged and hostile files of tokens: each gives an error with its path, before any token is read."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct

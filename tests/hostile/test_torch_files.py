@@ -1,7 +1,5 @@
 """Files of torch.save that other programs wrote: nothing in them is executed, and they cost no more than they are."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints of transformers' Trainer that an attacker wrote: nothing in them is executed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measure by how much the anonymous memory of this process grows while a function runs (Linux: /proc/self/status)."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Write the bytecode of the test modules once: each of pytest-xdist's workers would rewrite all their assertions."""
 
-from __future__ import annotations
-
 import compileall
 import multiprocessing
 import os

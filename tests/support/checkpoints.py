@@ -1,7 +1,5 @@
 """Checkpoints as docs/format.md describes them and ``ckpt`` verifies them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

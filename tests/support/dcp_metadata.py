@@ -1,7 +1,5 @@
 """What PyTorch's own classes say about a tree in DCP's format: the reference for the ``.metadata`` that is written."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

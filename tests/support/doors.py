@@ -1,7 +1,5 @@
 """Which test files use public doors only: the command lines, public names, files and tests/support."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

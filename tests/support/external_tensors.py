@@ -1,7 +1,5 @@
 """The tensors of a model that another program saved, read through their description."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 With GPU_TESTS_ON_CPU=1, those that can run on the CPU all do, so that a mistake in a test is found without a GPU.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

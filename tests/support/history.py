@@ -1,7 +1,5 @@
 """A run's directory as the trainer leaves it, made without training: logs, checkpoints with manifests, pointers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

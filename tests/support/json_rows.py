@@ -1,7 +1,5 @@
 """Token ids that a fixture of another program was trained with, as a data set, and a recipe for them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

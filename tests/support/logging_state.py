@@ -1,7 +1,5 @@
 """What a test changes about logging, undone."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

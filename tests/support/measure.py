@@ -1,7 +1,5 @@
 """What a process took of the processor: how long it takes by the clock is up to what else the machine does."""
 
-from __future__ import annotations
-
 import resource
 
 

@@ -7,8 +7,6 @@ The function may be any callable, closures too, and is called as ``function(*arg
 stands; it reads its rank from ``dist.get_rank()``. What it returns must be picklable.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing

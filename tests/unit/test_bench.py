@@ -1,7 +1,5 @@
 """The benchmarks run at a small size: saving, loading and consolidating, and implementations of the loss."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

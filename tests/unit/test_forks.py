@@ -1,7 +1,5 @@
 """Forked processes do not destroy what the process that forked them left in cycles."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

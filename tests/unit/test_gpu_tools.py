@@ -1,7 +1,5 @@
 """`make gpu` without a GPU: parts run with tiny models, and their figures become a table."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

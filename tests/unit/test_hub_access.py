@@ -1,7 +1,5 @@
 """What a repository of the Hub that cannot be read is reported as, by one request, and which commit is used."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import socket

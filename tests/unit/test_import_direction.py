@@ -1,7 +1,5 @@
 """Who may import whom (docs/design.md), and which modules must stay light enough to answer before torch is loaded."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess
@@ -70,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "parallel",
         "training",
     },
-    "consolidate": {"cli", "errors"},
+    "consolidate": {"base", "cli", "errors"},
     "api": {"base", "checkpoint", "config", "errors", "parallel"},
     "integrations": {"base", "checkpoint", "errors"},
 }

@@ -1,7 +1,5 @@
 """What a command in one test, or in a fixture of a module, leaves in its process does not reach the next test."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random
@@ -12,14 +10,14 @@ import pytest
 import torch
 
 from automodel_ckpt.config.callables import trust
-from automodel_ckpt.logs import start_time
+from automodel_ckpt.logs import timeline
 from automodel_ckpt.parallel.ranks.stop import stop_request
 
 
 def _run_a_command() -> None:
     """Change what commands change in their process."""
     trust.record_remote_code(trust.Trust([]))
-    start_time.note_process_start(os.getpid())
+    timeline.note_process_start(os.getpid())
     logger = logging.getLogger("automodel_ckpt")
     logger.setLevel(logging.CRITICAL)
     logger.addHandler(logging.StreamHandler())
@@ -34,7 +32,7 @@ def _assert_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """Assert that this process is as it would be before its first command."""
     monkeypatch.setenv("AUTOMODEL_CKPT_TRUST", trust.REMOTE_CODE)
     assert trust.trusts_remote_code(), "the environment says it, unless a command has recorded it"
-    assert start_time.noted() is None
+    assert timeline._noted is None
     logger = logging.getLogger("automodel_ckpt")
     assert logger.level == logging.NOTSET
     assert not logger.handlers

@@ -1,7 +1,5 @@
 """A kernel is used if its trial succeeds; the reason for a failure is logged."""
 
-from __future__ import annotations
-
 import pytest
 
 from automodel_ckpt.base.kernel_trial import succeeds

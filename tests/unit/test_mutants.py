@@ -1,7 +1,5 @@
 """tools/mutants makes the changes that it names, and tells a change that a test notices from one that none does."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.mutants.operators import mutations

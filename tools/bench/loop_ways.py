@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.trainer_callback import PrinterCallback
 
-from automodel_ckpt.data.batches.sampler import permutation
+from automodel_ckpt.data.batches.micro_batches import permutation
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.examples.data import python_docs
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune

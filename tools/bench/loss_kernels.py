@@ -1,7 +1,7 @@
 """Compare implementations of the output layer's cross-entropy on a device: time, memory and error of the gradients.
 
 Rows: the three matrix products of a linear layer alone, full logits, this project's chunks with each entry of KERNELS
-(models/loss/loss_inputs.py), PyTorch's linear_cross_entropy, Liger and cut-cross-entropy where they are installed.
+(models/loss/head_gradients.py), PyTorch's linear_cross_entropy, Liger and cut-cross-entropy where they are installed.
 The layer trains or is frozen. Errors are relative to a computation in float32. The part ``head`` of ``make gpu`` runs
 it. After a measurement on a GPU, put the fastest that is as exact first in KERNELS.
 """
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
-from automodel_ckpt.models.loss.loss_inputs import KERNELS, kernel_for
+from automodel_ckpt.models.loss.head_gradients import KERNELS, kernel_for
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``loss(hidden [N, H], weight [V, H], targets [N])`` -> summed cross-entropy, 0-dim."""

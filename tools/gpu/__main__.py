@@ -33,7 +33,8 @@ _SCRATCH = "ckpt-gpu-"
 
 PARTS: dict[str, float] = {
     "tests": 300,
-    "lora": 270,
+    "lora": 250,
+    "qlora": 90,
     "packing": 120,
     "head": 60,
     "full": 270,

@@ -64,6 +64,7 @@ def largest(parts: Parts, figure: Figure) -> float | None:
 
 _SPEED, _MEMORY = "tokens_per_second", "memory_in_full_logits"
 _LORA = ("lora", "ours, defaults$", _SPEED)
+_UNQUANTIZED = ("qlora", "ours, bfloat16$", _SPEED)
 _PADDED = ("packing", "bare, padded$", _SPEED)
 _TRAINED, _FROZEN = (
     f"(4096|8192) tokens, {kind} layer, default$" for kind in ("trained", "frozen")
@@ -73,6 +74,7 @@ _ASYNC = "asynchronous saves$"
 GOALS = (
     Goal("LoRA r16, 8B, recipe defaults: tokens/s", "AutoModel, H100: 12,473", _LORA, 13_700),
     Goal("LoRA r16, 8B: ours / bare PEFT loop", "1.0", _LORA, 0.97, over=("lora", "bare$", _SPEED)),
+    Goal("QLoRA r16, 8B: tokens/s / base in bfloat16", "", ("qlora", "ours, nf4$", _SPEED), 0.8, over=_UNQUANTIZED),
     Goal("full fine-tuning, 8B: MFU", _TITAN, ("full", "ours", "tflops"), 0.45, over=DATASHEET_TFLOPS),
     Goal("loss head: time / its three products", "", ("head", _TRAINED, "time_in_products"), most=1.25),
     Goal("loss head, frozen: memory / full logits", "", ("head", _FROZEN, _MEMORY), most=0.2),

@@ -14,13 +14,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
 )
 
-from automodel_ckpt.cli.checks.rank_counts import check_ranks
+from automodel_ckpt.cli.launch.ranks import check_ranks
 from automodel_ckpt.config.callables.prepare import resolve_recipe
 from automodel_ckpt.config.callables.trust import Trust
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.config.recipe_rules import unsupported_keys
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.unsupported import unsupported_keys
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 6

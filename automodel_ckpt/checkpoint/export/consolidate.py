@@ -31,8 +31,8 @@ from automodel_ckpt.checkpoint.export.files import (
     write_manifest,
     write_side_files,
 )
+from automodel_ckpt.checkpoint.export.next_steps import consolidate_script
 from automodel_ckpt.checkpoint.export.plan import make_plan, parse_cast_dtype
-from automodel_ckpt.checkpoint.export.script import consolidate_script
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.slices import Slice

@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict
 
@@ -52,6 +52,13 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def open_to_append(path: Path) -> IO[bytes]:
+    """Open the regular file *path*, unbuffered. It is created if necessary, and so is its directory. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    return os.fdopen(descriptor, "ab", buffering=0)
 
 
 def read_safely(root: Path, path: str, *, limit: int | None = None) -> bytes:
@@ -117,6 +124,11 @@ def link_on_the_way(root: Path, path: str) -> str | None:
     parts = path.split("/")[:-1]
     prefixes = ("/".join(parts[: count + 1]) for count in range(len(parts)))
     return next((prefix for prefix in prefixes if (root / prefix).is_symlink()), None)
+
+
+def without_links(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path without symbolic links. Unlike Path.resolve(), it accepts links that form a loop."""
+    return Path(os.path.realpath(path))
 
 
 def is_sparse(status: os.stat_result) -> bool:
@@ -288,3 +300,8 @@ def mapping(value: object) -> ValueDict:
     if level:
         raise ValueError(f"values nested more than {_MAX_PLAIN_DEPTH} levels deep")
     return value
+
+
+def json_bytes(document: object) -> bytes:
+    """Serialize *document* as the content of a file that people read, too."""
+    return json.dumps(document, indent=2).encode() + b"\n"

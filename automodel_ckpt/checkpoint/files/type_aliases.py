@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
+
+AnyPath = str | os.PathLike[str]
+"""A path that a user or a caller gives."""
 
 Shape = tuple[int, ...]
 """Numbers by dimension, the outermost first: the extents of a tensor or of a box, or a position in it."""
@@ -19,3 +23,12 @@ FileDict = dict[str, bytes]
 Texts = Mapping[str, str]
 """Texts by name, such as the new names of tensors or the metadata of a file."""
 TextDict = dict[str, str]
+
+Counts = Mapping[str, int]
+"""Whole numbers by name, such as the bytes of files or the ids of tokens."""
+
+Metrics = Mapping[str, float]
+"""Measured values by name, such as losses."""
+
+Strings = tuple[str, ...]
+"""Names, or lines for the user, in their order."""

@@ -29,15 +29,16 @@ from automodel_ckpt.base.python_child import CommandProcess, run_commands
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, parse_json
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
-from automodel_ckpt.checkpoint.memory.hang_reports import MAX_BYTES as MAX_REPORT_BYTES
-from automodel_ckpt.checkpoint.memory.hang_reports import HangReports, is_report
 from automodel_ckpt.checkpoint.memory.requests import (
     BLOCK_BYTES,
     MAX_LINE_BYTES,
+    MAX_REPORT_BYTES,
     SILENCE_SECONDS,
     Address,
+    HangReports,
     NodeFailed,
     command,
+    is_report,
     send_file,
     send_report,
 )

@@ -286,6 +286,11 @@ class Manifest(_Plain):
         return sum(record.size for record in self.files.values())
 
 
+def has_manifest(directory: Path) -> bool:
+    """Return whether *directory* has a manifest, which may be a broken link."""
+    return os.path.lexists(directory / layout.MANIFEST)
+
+
 def _plain_fields(raw: Values) -> ValueDict:
     return {name: convert(raw[name]) for name, convert in _PLAIN_FIELDS.items()}
 

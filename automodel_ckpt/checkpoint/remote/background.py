@@ -16,8 +16,8 @@ from automodel_ckpt.checkpoint.options import Mode, RemoteOptions
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.run import notes
 from automodel_ckpt.checkpoint.run.links import TO_STORE, link, step_of
-from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import SaveFailed
 
@@ -98,7 +98,7 @@ class Uploads:
             return
         if resumed_name is not None:
             link(self.root, LINK, resumed_name)
-        self._went_back_to = gone_back.note(self.root, resumed_step or 0, self.token)
+        self._went_back_to = notes.note_gone_back(self.root, resumed_step or 0, self.token)
         self.process.start(resumed_step or 0)
 
     def roll_back(self, step: int) -> None:
@@ -116,7 +116,7 @@ class Uploads:
         uploaded nothing of this one. Otherwise, later checkpoints than the newest one of this start are abandoned, and
         not those that it has uploaded.
         """
-        record = gone_back.GoneBack.read(self.root)
+        record = notes.GoneBack.read(self.root)
         step = self._went_back_to if self._newest is None else step_of(self._newest)
         return {**self.job, "went_back_to": step if record is None else record.step}
 

@@ -333,7 +333,15 @@ class UploadingProcess:
         One that is killed meanwhile is replaced. The wait ends when *must_end* returns true.
         """
         try:
-            self._finish_all(waits=waits, must_end=must_end)
+            for _ in range(NUM_END_ATTEMPTS):
+                process = self._process
+                if process is None:
+                    return
+                self._finish(process, waits=waits, must_end=must_end)
+                # It still runs, or has ended as it should.
+                if not process.poll() or must_end():
+                    return
+                self._restart(process)
         finally:
             self.uploading = ""
 
@@ -349,17 +357,6 @@ class UploadingProcess:
                 self._start()
                 process.kill()
                 _close(process)
-
-    def _finish_all(self, *, waits: bool, must_end: Callable[[], bool]) -> None:
-        for _ in range(NUM_END_ATTEMPTS):
-            process = self._process
-            if process is None:
-                return
-            self._finish(process, waits=waits, must_end=must_end)
-            # It still runs, or has ended as it should.
-            if not process.poll() or must_end():
-                return
-            self._restart(process)
 
     def leave(self) -> None:
         """Let the process finish what is pending, without waiting for it."""

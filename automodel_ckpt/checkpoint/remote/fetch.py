@@ -29,8 +29,8 @@ from automodel_ckpt.checkpoint.run.links import (
     own_name,
     remove_fetched,
 )
+from automodel_ckpt.checkpoint.run.notes import GoneBack
 from automodel_ckpt.checkpoint.run.resume import Record
-from automodel_ckpt.checkpoint.store.gone_back import GoneBack
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.errors import CheckpointUnusable

@@ -20,10 +20,9 @@ from automodel_ckpt.checkpoint.remote.pull import LOGS
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run import notes, resume
 from automodel_ckpt.checkpoint.run.links import link, pending, unlink
 from automodel_ckpt.checkpoint.run.resume import KeepPolicy, Record, best_record, newest_first
-from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle
 from automodel_ckpt.errors import CheckpointUnusable
@@ -100,7 +99,7 @@ class Uploader(StoreLoop):
             self._become_owner()
             step = self.job.went_back_to
             self._supersede([str(name) for name in self.run_in_store.names() if name.step > step])
-            gone_back.forget(self.root)
+            notes.forget_gone_back(self.root)
             self._has_begun = True
         while (names := self._worth_uploading()) and not self.stopping.is_set():
             self._upload(names[0])

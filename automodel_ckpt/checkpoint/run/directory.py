@@ -44,7 +44,8 @@ class RunDirectory:
     def __init__(self, path: Path, keep: KeepPolicy, metric_key: str) -> None:
         self.path = path
         # The program may change its working directory later.
-        self._root = path.absolute()
+        self.root = path.absolute()
+        """The absolute path of the run directory."""
         self._keep = keep
         self._metric_key = metric_key
         self._lease: Lease | None = None
@@ -59,11 +60,6 @@ class RunDirectory:
         """The directory of the memory checkpoints of this run."""
         self.went_back_to: int | None = None
         """The step of the checkpoint that the run resumed from, until the next checkpoint is published."""
-
-    @property
-    def root(self) -> Path:
-        """The absolute path of the run directory."""
-        return self._root
 
     def display_path(self, checkpoint: Path) -> Path:
         """Return a checkpoint's path relative to the run directory as the user wrote it."""

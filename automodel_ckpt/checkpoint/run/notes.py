@@ -4,6 +4,10 @@ Two of them are about checkpoints, which never change after their publication: t
 because a signal interrupted them before, and the results of ``ckpt verify`` and of the verification at starts, for
 ``ckpt ls``. An entry belongs to one manifest: it is ignored if another checkpoint has the name. The timeline
 (``timeline.jsonl`` and ``.timeline.json``) is how a run spent its time. Imports no torch.
+
+``.remote-start.json`` has the step to which a run went back. A start writes it before it trains, and the uploading
+process removes it when it has marked the later checkpoints in the store as superseded. So a run that went back while
+its store could not be reached, and was started again, neither fetches an abandoned checkpoint nor leaves it unmarked.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -209,3 +214,50 @@ def _is_number(value: object) -> bool:
         return False
     # Not math.isfinite(), which fails for the largest integers. Comparisons with NaN are false.
     return 0 <= value <= _MAX_SECONDS
+
+
+# ---------------------------------------------------------------- the step that a run went back to
+
+
+GONE_BACK = ".remote-start.json"
+
+
+@dataclass(frozen=True, slots=True)
+class GoneBack:
+    """The record: the *step*, the *time* of the first start in seconds since 1970, and the *tokens* of all starts."""
+
+    step: int
+    time: float
+    tokens: tuple[str, ...]
+
+    @classmethod
+    def read(cls, root: Path) -> GoneBack | None:
+        """Read the record of the run in *root*; None when there is none, or if it is damaged."""
+        found = read_note(root, GONE_BACK)
+        try:
+            tokens = tuple(str(token) for token in found["tokens"])
+            return cls(int(found["step"]), float(found["time"]), tokens)
+        except Damaged:
+            return None
+
+    def is_outdated(self, owner: Values) -> bool:
+        """Whether another run took over the store since: *owner* is the content of its ``run.json``."""
+        try:
+            return str(owner["start"]) not in self.tokens and float(owner["time"]) > self.time
+        except (KeyError, TypeError, ValueError):
+            return False
+
+
+def note_gone_back(root: Path, step: int, token: str) -> int:
+    """Record that the start *token* goes back to *step*; return the lowest step since the store was marked."""
+    before = GoneBack.read(root)
+    record = GoneBack(step, time.time(), (token,))
+    if before is not None:
+        record = GoneBack(min(before.step, step), before.time, (*before.tokens, token))
+    write_note(root / GONE_BACK, asdict(record))
+    return record.step
+
+
+def forget_gone_back(root: Path) -> None:
+    """Remove the record: the checkpoints in the store are marked."""
+    (root / GONE_BACK).unlink(missing_ok=True)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.durable_io import free_bytes
 from automodel_ckpt.checkpoint.export.files import clear_leftovers
@@ -33,7 +32,6 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     read_rank_manifests,
 )
 from automodel_ckpt.checkpoint.jobs.writer import Finalize
-from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.tree import Tree
@@ -73,7 +71,7 @@ class _Kept:
 
 
 class AsyncSaves:
-    """The asynchronous saves of all ranks of *group*, one at a time.
+    """The asynchronous saves of all ranks, one at a time.
 
     A save fails when its writer makes no progress for *timeout_seconds* while the ranks wait for it. Raises
     :class:`OSError` or :class:`AttributeError` where this system does not support asynchronous saves.
@@ -82,24 +80,18 @@ class AsyncSaves:
     def __init__(
         self,
         planner: Planner,
-        group: ProcessGroup | None,
         *,
         timeout_seconds: float,
         on_cuda: bool,
     ) -> None:
-        self._planner, self._group = planner, group
-        self._settings = planner.settings
-        self._is_rank0 = planner.settings.ranks.rank == 0
+        self._planner, self._settings = planner, planner.settings
         self._publisher = Publisher(planner.settings)
         self._nodes = planner.settings.nodes
         self._timeout_seconds = timeout_seconds
-        self._background = Background(on_cuda=on_cuda)
+        self.background = Background(on_cuda=on_cuda)
+        """The part of this rank."""
         self._in_flight: Save | None = None
         self._kept: _Kept | None = None
-
-    def reserve(self, nbytes: int) -> None:
-        """Allocate the host memory for saves of *nbytes* on this rank. Raises OSError."""
-        self._background.reserve(nbytes)
 
     # ---------------------------------------------------------------- a new plan
 
@@ -112,7 +104,7 @@ class AsyncSaves:
         """
         signature = _signature(save)
         try:
-            with raise_on_all_ranks(self._group, f"saving {save.name}", self._settings.run.path):
+            with self._settings.raise_on_all_ranks(f"saving {save.name}"):
                 written, jobs, objects = self._planner.plan(save, proposals, shares)
                 trees = lay_out(jobs)
                 self._copy_and_start(save, written, trees, objects)
@@ -141,15 +133,15 @@ class AsyncSaves:
         self._in_flight = save
         self._planner.create_on_node(save)
         layouts = [trees, lay_out(list(objects), trees.end)]
-        staged = self._background.stage(layouts, copy_now=_buffers(save.items))
+        staged = self.background.stage(layouts, copy_now=_buffers(save.items))
         # From here on the state may change.
         complete: Callable[[SaveTask], None] | None = None
-        if self._is_rank0:
+        if self._settings.is_rank0:
             complete = partial(self._complete, save)
         elif self._nodes is not None and self._nodes.is_leader:
             nodes, staging = self._nodes, save.staging.path
             complete = lambda task: nodes.contribute(staging, task.pause)  # noqa: E731
-        self._background.start(
+        self.background.start(
             save.staging.path,
             written,
             staged,
@@ -172,15 +164,15 @@ class AsyncSaves:
             return None
         doing, where = f"saving {save.name}", self._settings.run.path
         proposal, failure = self._propose_reuse(kept, save, state), None
-        if proposal.digests is not None and self._is_rank0:
+        if proposal.digests is not None and self._settings.is_rank0:
             try:
                 self._planner.reserve(save, Forecast(kept.nbytes, free_bytes(where)), proposal)
             except Exception as error:
                 failure = as_failure(error, doing, where)
-        proposals = agree.gather_objects(self._group, proposal)
+        proposals = agree.gather_objects(self._settings.group, proposal)
         # All ranks see rank 0's proposal, so that all of them enter this collective, or none does.
         if proposals[0].digests is not None and not proposals[0].staging:
-            agree.all_or_nothing(self._group, failure)
+            agree.all_or_nothing(self._settings.group, failure)
         digests = [proposal.digests for proposal in proposals if proposal.digests is not None]
         # Rank 0 may have created its directory before it sees that another rank's state differs.
         if len(digests) < len(proposals):
@@ -190,7 +182,7 @@ class AsyncSaves:
         check_consistent(digests)
         # The plan may be of a time when the ranks had the same values.
         replicated = [proposal.replicated for proposal in proposals]
-        self._planner.replica_warnings.compare(self._group, save.replicated, replicated)
+        self._planner.replica_warnings.compare(self._settings.group, save.replicated, replicated)
         save.staging.path, save.previous = Path(proposals[0].staging), proposals[0].previous
         self._in_flight = save  # from here on, wait_for_save reports failures
         try:
@@ -201,7 +193,7 @@ class AsyncSaves:
             self._copy_and_start(save, kept.written, kept.layout, objects)
         except Exception as error:
             # Not raised: the last exchange is over, so the other ranks would not notice.
-            self._background.fail(as_failure(error, doing, where))
+            self.background.fail(as_failure(error, doing, where))
         return self._report_started(save)
 
     def _propose_reuse(self, kept: _Kept, save: Save, state: Values) -> Proposal:
@@ -261,7 +253,7 @@ class AsyncSaves:
         try:
             self._settings.run.check_lease()
             lease = self._settings.run.lease_token
-            output, log_lines = self._background.export(task, sources, lease)
+            output, log_lines = self.background.export(task, sources, lease)
         except Cancelled:
             # disable_exports killed the writer, so that nothing else removes its staging directory.
             for source in sources:
@@ -283,33 +275,15 @@ class AsyncSaves:
         if save.last:
             log.info("try it: %s", try_command(Path(output)))
 
-    def disable_exports(self) -> None:
-        """Make no exports from now on, and stop the one in progress."""
-        self._background.disable_exports()
-
     # ---------------------------------------------------------------- waiting
 
     @property
     def progress(self) -> tuple[int, int, int] | None:
         """(step, bytes written by this rank, approximate total bytes) of the save that is being written, or None."""
         save = self._in_flight
-        if save is None or save.is_published or self._background.state != "busy":
+        if save is None or save.is_published or self.background.state != "busy":
             return None
-        return save.name.step, *self._background.progress
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank has a save in progress."""
-        return self._background.state == "busy"
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank knows of a failure: all ranks should then call :meth:`wait_for_save`."""
-        return self._background.state == "failed"
-
-    def await_copies(self) -> None:
-        """Call this before state on the device is changed: its copy may not be complete yet."""
-        self._background.await_copies()
+        return save.name.step, *self.background.progress
 
     def wait_for_save(self) -> bool:
         """Wait for the save in progress; return True if there was one. Collective.
@@ -317,13 +291,13 @@ class AsyncSaves:
         Raises :class:`SaveFailed` on all ranks where it failed or made no progress on any rank; its files are then
         removed.
         """
-        save, background = self._in_flight, self._background
+        save, background = self._in_flight, self.background
         if save is None:
             return False
         # Short exchanges, no collective that waits: a save may exceed the group's timeout.
         while True:
             mine = (background.state, background.idle_seconds(), background.is_writing)
-            reports = agree.gather_objects(self._group, mine)
+            reports = agree.gather_objects(self._settings.group, mine)
             states = [state for state, _, _ in reports]
             if "failed" in states:
                 self._abandon(save)
@@ -344,7 +318,7 @@ class AsyncSaves:
         # The exchange below is also a barrier: rank 0 removes the directory only after every rank
         # has stopped its writer, which would write into it.
         try:
-            failure = self._background.abandon()
+            failure = self.background.abandon()
         except Exception as error:
             # Not raised here: every rank must reach the exchange.
             failure = as_failure(
@@ -353,37 +327,35 @@ class AsyncSaves:
         self._in_flight = None
         self._kept = None
         try:
-            agree.all_or_nothing(self._group, failure)
+            agree.all_or_nothing(self._settings.group, failure)
         finally:
             save.staging.remove()
 
     def abandon_save(self) -> None:
         """Stop the save in progress of this rank. Not collective."""
         save, self._in_flight = self._in_flight, None
-        if save is not None and self._background.state == "busy":
-            self._background.abandon()
+        if save is not None and self.background.state == "busy":
+            self.background.abandon()
             self._kept = None
             save.staging.remove()
 
-    def wait(self) -> None:
-        """Wait until this rank has no save in progress. Not collective."""
-        self._background.wait()
-
     def wait_for_nodes(self) -> None:
-        """Like :meth:`wait`. If each node has its own directory, also wait until rank 0 has published the save here:
-        until then, this node's process serves the save.
+        """Wait until this rank has no save in progress.
+
+        If each node has its own directory, also wait until rank 0 has published the save here: until then, this node's
+        process serves the save.
 
         A save is abandoned if a node has ended that this one waits for.
         """
         save = self._in_flight
         if save is None or self._nodes is None or not self._nodes.is_leader:
-            self.wait()
+            self.background.wait()
             return
-        while self._background.state == "busy":
+        while self.background.state == "busy":
             if self._lacks_node(save):
                 self.abandon_save()
-            self._background.wait(_NODES_POLL_SECONDS)
-        if not self.has_failed and not self._is_rank0:
+            self.background.wait(_NODES_POLL_SECONDS)
+        if self.background.state != "failed" and not self._settings.is_rank0:
             while save.staging.path.is_dir() and not self._lacks_node(save):
                 time.sleep(_NODES_POLL_SECONDS)
             save.staging.remove()
@@ -391,7 +363,7 @@ class AsyncSaves:
     def _lacks_node(self, save: Save) -> bool:
         """Whether a node has ended that this one waits for: rank 0's, or one with files that rank 0 does not have."""
         absent = {0}
-        if self._is_rank0:
+        if self._settings.is_rank0:
             absent = set()
             # The directory was renamed if it is published.
             if save.staging.path.is_dir():
@@ -402,15 +374,11 @@ class AsyncSaves:
     def close(self) -> None:
         """Wait, then release the memory and the writer process."""
         self._kept = None
-        self._background.close()
+        self.background.close()
 
 
 def create_async_saves(
-    planner: Planner,
-    group: ProcessGroup | None,
-    state: Values,
-    *,
-    timeout_seconds: float,
+    planner: Planner, state: Values, *, timeout_seconds: float
 ) -> tuple[AsyncSaves | None, str]:
     """Set up asynchronous saves of *state*, with memory for this rank's share of it. Collective.
 
@@ -424,19 +392,20 @@ def create_async_saves(
             items = classify(state)
             modules = [item.value for item in items if item.kind == "module"]
             on_cuda = any(each.is_cuda for module in modules for each in module.parameters())
-            created.append(
-                AsyncSaves(planner, group, timeout_seconds=timeout_seconds, on_cuda=on_cuda)
-            )
+            created.append(AsyncSaves(planner, timeout_seconds=timeout_seconds, on_cuda=on_cuda))
             nbytes = planner.forecast(items).nbytes
-            created[0].reserve(nbytes // planner.settings.ranks.world_size + _SLACK_BYTES)
+            created[0].background.reserve(
+                nbytes // planner.settings.ranks.world_size + _SLACK_BYTES
+            )
         except (OSError, AttributeError) as error:  # AttributeError: a system without memfd_create
             return str(error) or type(error).__name__
         return ""
 
     reasons = ["an error"]
     try:
-        doing = "preparing asynchronous saves"
-        reasons = gather_or_raise(group, create, doing, planner.settings.run.path)
+        doing, where = "preparing asynchronous saves", planner.settings.run.path
+        failure = partial(as_failure, doing=doing, where=where)
+        reasons = agree.gather_or_raise(planner.settings.group, create, failure)
     finally:
         # Closed again where any rank does not support them, or fails.
         if any(reasons):

@@ -6,12 +6,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
-
-from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import METER
@@ -24,7 +21,6 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     read_rank_manifests,
 )
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
 from automodel_ckpt.checkpoint.saving.save import (
@@ -43,20 +39,13 @@ T = TypeVar("T")
 
 
 class Exports:
-    """The exports of the checkpoints of a run with *settings*, on all ranks of *group*.
+    """The exports of the checkpoints of a run with *settings*, on all its ranks.
 
     *wait_for_save* is called before a checkpoint is exported from its files: it may still be in progress.
     """
 
-    def __init__(
-        self,
-        settings: SaveSettings,
-        group: ProcessGroup | None,
-        wait_for_save: Callable[[], object],
-    ) -> None:
-        self._settings, self._group = settings, group
-        self._is_rank0 = settings.ranks.rank == 0
-        self._wait_for_save = wait_for_save
+    def __init__(self, settings: SaveSettings, wait_for_save: Callable[[], object]) -> None:
+        self._settings, self._wait_for_save = settings, wait_for_save
 
     @property
     def of_each_checkpoint(self) -> bool:
@@ -91,11 +80,11 @@ class Exports:
         self._wait_for_save()
         name = self._of_rank0("looking for the best checkpoint", self._settings.run.best)
         if name is None:
-            if self._is_rank0:
+            if self._settings.is_rank0:
                 log.warning("export_best: no checkpoint was validated, so there is no best one")
         elif not self._settings.model_files_are_the_export:
             self._export_once(name, self._settings.assets)
-        elif self._is_rank0:
+        elif self._settings.is_rank0:
             log.info(
                 "export_best: nothing to export, the model files of %s are already in Hugging Face format",
                 self._settings.run.path / name,
@@ -121,7 +110,7 @@ class Exports:
         The ranks may see different states of the directory, and all must call the same collectives.
         """
 
-        return agree.broadcast_object(self._group, self.run_on_rank0(doing, find))
+        return agree.broadcast_object(self._settings.group, self.run_on_rank0(doing, find))
 
     def _export_once(self, name: str, attributes: Collection[str]) -> None:
         """Export modules of the checkpoint *name*, unless they are already exported."""
@@ -165,13 +154,11 @@ class Exports:
 
         Raises an error of *kind* on all ranks where it fails; *doing* describes it in the message.
         """
-
-        def work_of_rank0() -> T | None:
-            return work() if self._is_rank0 else None
-
-        with raise_on_all_ranks(self._group, doing, self._settings.run.path, kind):
+        with self._settings.raise_on_all_ranks(doing, kind):
             # Not in one collective: work on a large model can outlast the group's timeout.
-            return agree.while_working(self._group, work_of_rank0)
+            return agree.while_working(
+                self._settings.group, work if self._settings.is_rank0 else lambda: None
+            )
 
     def export_save(self, save: Save, report: SaveReport) -> SaveReport:
         """Export the model of a published *save*; return *report* with the result. Collective.
@@ -201,12 +188,11 @@ def _export_of(checkpoint: Path, attribute: str) -> Path:
 
 
 class SyncSaves:
-    """The synchronous saves of all ranks of *group*. Where *save* is in progress, it is :attr:`in_progress`."""
+    """The synchronous saves of all ranks. Where *save* is in progress, it is :attr:`in_progress`."""
 
-    def __init__(self, planner: Planner, group: ProcessGroup | None, exports: Exports) -> None:
-        self._planner, self._group, self._exports = planner, group, exports
+    def __init__(self, planner: Planner, exports: Exports) -> None:
+        self._planner, self._exports = planner, exports
         self._settings = planner.settings
-        self._is_rank0 = planner.settings.ranks.rank == 0
         self._publisher = Publisher(planner.settings)
         self.in_progress: Save | None = None
 
@@ -220,7 +206,7 @@ class SyncSaves:
         """
         self.in_progress = save
         try:
-            with self._raise_on_all_ranks(f"saving {save.name}"):
+            with self._settings.raise_on_all_ranks(f"saving {save.name}"):
                 written, jobs, objects = self._planner.plan(save, proposals, shares)
                 self._planner.create_on_node(save)
                 self._write(save, written, [*jobs, *objects])
@@ -233,15 +219,15 @@ class SyncSaves:
     def _publish_and_export(self, save: Save) -> SaveReport:
         nodes = self._settings.nodes
         if nodes is not None:
-            with self._raise_on_all_ranks(f"saving {save.name}"):
+            with self._settings.raise_on_all_ranks(f"saving {save.name}"):
                 if nodes.is_leader:
                     nodes.contribute(save.staging.path)
         # The report of a save with an export is complete only after the export.
         exports = self._settings.makes_export(save.last)
         report = None
         # The exchange above is also a barrier: all rank manifests exist when rank 0 reads them.
-        with self._raise_on_all_ranks(f"publishing {save.name}"):
-            if self._is_rank0:
+        with self._settings.raise_on_all_ranks(f"publishing {save.name}"):
+            if self._settings.is_rank0:
                 report = self._complete(save)
             save.total_bytes = None
             if report is not None and not exports:
@@ -249,13 +235,10 @@ class SyncSaves:
         report = self._publisher.report(save) if report is None else report
         if exports:
             report = self._exports.export_save(save, report)
-            with self._raise_on_all_ranks(f"reporting {save.name}"):
-                if self._is_rank0:
+            with self._settings.raise_on_all_ranks(f"reporting {save.name}"):
+                if self._settings.is_rank0:
                     self._publisher.notify(save, report)
         return report
-
-    def _raise_on_all_ranks(self, doing: str) -> AbstractContextManager[None]:
-        return raise_on_all_ranks(self._group, doing, self._settings.run.path)
 
     def _write(self, save: Save, written: RankManifest, jobs: Sequence[FileJob]) -> None:
         """Write this rank's files and its rank manifest below the staging directory."""
@@ -263,7 +246,7 @@ class SyncSaves:
         save.bytes_before = METER.nbytes
         save.total_bytes = sum(job.size for job in jobs)
         run_all(jobs, staging, written, previous=save.previous)
-        if self._is_rank0:
+        if self._settings.is_rank0:
             self._publisher.write_common(save, written)
         # Last: a rank manifest on disk means that all files of its rank are durable.
         commit.write_file(

@@ -1,6 +1,6 @@
 """The plan of a save on one rank: which state there is, and what this rank writes.
 
-Synchronous saves (``saving/publisher.py``) and asynchronous ones (``saving/async_saves.py``) call, in this order:
+Synchronous saves (``saving/exports.py``) and asynchronous ones (``saving/async_saves.py``) call, in this order:
 :meth:`Planner.read_state`, :meth:`Planner.propose`, :meth:`Planner.assign` with the proposals of all ranks,
 :meth:`Planner.plan`, and :meth:`Planner.create_on_node`. An asynchronous save that uses the plan of the previous one
 calls :meth:`Planner.reserve` and :meth:`Planner.object_jobs` instead of the middle ones.
@@ -242,9 +242,7 @@ class Planner:
 
     # ---------------------------------------------------------------- what this rank writes
 
-    def assign(
-        self, save: Save, proposals: Sequence[Proposal], group: ProcessGroup | None
-    ) -> dict[str, list[Share]]:
+    def assign(self, save: Save, proposals: Sequence[Proposal]) -> dict[str, list[Share]]:
         """Exchange what the proposals of all ranks do not contain. Returns their shares of each tree. Collective.
 
         Raises :class:`SaveFailed` on all ranks where they do not have the same trees.
@@ -262,9 +260,9 @@ class Planner:
         for name in sorted(save.plan.trees):
             summaries = [proposal.trees[name] for proposal in proposals]
             mine = save.descriptions[name]
-            shares[name] = shares_of_all(group, mine, summaries)
+            shares[name] = shares_of_all(self.settings.group, mine, summaries)
         replicated = [proposal.replicated for proposal in proposals]
-        self.replica_warnings.compare(group, save.replicated, replicated)
+        self.replica_warnings.compare(self.settings.group, save.replicated, replicated)
         return shares
 
     def plan(

@@ -7,11 +7,13 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
@@ -24,13 +26,15 @@ from automodel_ckpt.checkpoint.jobs.reuse import Previous
 from automodel_ckpt.checkpoint.options import CheckpointOptions, ModelFormat, ModelLayout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.discovery import Item
+from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import StateRecord
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.state.module_tensors import module_state, stored_layout
 from automodel_ckpt.checkpoint.state.optimizer_state import check_flat, trained_by_all
 from automodel_ckpt.checkpoint.state.storable import check_safe, saved
-from automodel_ckpt.errors import AutomodelError
+from automodel_ckpt.errors import AutomodelError, SaveFailed
+from automodel_ckpt.parallel.ranks import agree
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.memory.nodes import Nodes
@@ -40,7 +44,7 @@ Assets = HFAssets | AdapterAssets
 
 
 class SaveSettings:
-    """The directory *run*, the *ranks* that save in it, and what *options* say about files.
+    """The directory *run*, the *ranks* of *group* that save in it, and what *options* say about files.
 
     *assets* has what the exports of modules need, by attribute name. Entries may be added before the first save.
     *options* are as in :class:`~automodel_ckpt.checkpoint.checkpointer.Checkpointer`.
@@ -52,8 +56,10 @@ class SaveSettings:
         ranks: layout.RankLayout,
         assets: dict[str, Assets],
         options: CheckpointOptions,
+        group: ProcessGroup | None = None,
     ) -> None:
-        self.run, self.ranks, self.assets = run, ranks, assets
+        self.run, self.ranks, self.assets, self.group = run, ranks, assets, group
+        self.is_rank0 = ranks.rank == 0
         self.save_optimizer = options.save_optimizer
         self.notes: TextDict = {}
         """What manifests contain in ``environment`` beside packages and hardware, by name."""
@@ -69,6 +75,13 @@ class SaveSettings:
         """Which checkpoints are exported: ``final``, ``every`` or ``never``."""
         self.nodes: Nodes | None = None
         """The nodes that checkpoints are distributed over. None when all ranks share the run directory."""
+
+    def raise_on_all_ranks(
+        self, doing: str, kind: type[AutomodelError] = SaveFailed
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager that raises on all ranks what its block raises on one, as an error of *kind*."""
+        failure = partial(as_failure, doing=doing, where=self.run.path, kind=kind)
+        return agree.raise_on_all_ranks(self.group, failure)
 
     def use_nodes(self, nodes: Nodes) -> None:
         """Distribute checkpoints over the directories of *nodes*. No file then has parts of ranks on different nodes,

@@ -14,10 +14,11 @@ from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES, unstorabl
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest
 from automodel_ckpt.checkpoint.parts.tree import Tree
-from automodel_ckpt.checkpoint.state.param_groups import DIVIDED
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_LINES = 20
+DIVIDED = "with different options"
+"""In the reason of a group with parameters of several saved groups."""
 _CONTAINED = {"F64": ("F32", "F16", "BF16"), "F32": ("F16", "BF16")}
 """The floating-point types that another type can represent."""
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.durable_io import overlay_warning
 from automodel_ckpt.base.store_url import is_store_url, is_url
-from automodel_ckpt.base.units import counted
+from automodel_ckpt.base.units import counted, size_text
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.run.directory import check_writable
-from automodel_ckpt.cli.common.terminal import printable, size_text
 from automodel_ckpt.config.callables.sent_values import values_of
-from automodel_ckpt.config.help.changes import (
+from automodel_ckpt.config.changes import (
     change_lines,
     changed_keys,
     check_overrides,
@@ -25,12 +24,12 @@ from automodel_ckpt.config.help.changes import (
 )
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine
-from automodel_ckpt.config.schema_keys import unused_without_checkpoints
+from automodel_ckpt.config.recipe_rules import unused_without_checkpoints
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.config.tree.references import is_reference
 from automodel_ckpt.config.tree.urls import with_local_directory
 from automodel_ckpt.config.tree.yaml_tree import DEFAULT, texts
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, hide
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, hide, printable
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 
 if TYPE_CHECKING:
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
 Rows = Iterator[tuple[str, str]]
 """Title and text of each line of the report; lines without a title continue the line before."""
 _DATA = ("dataset", "validation_dataset")
+# How many changes the report lists.
 _MAX_LINES = 12
-"""How many changes the report lists."""
 
 
 def report(
@@ -72,13 +71,11 @@ def report(
     if loaded.config.checkpoint.enabled:
         check_writable(Path(loaded.config.checkpoint.checkpoint_dir))
     recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
-    device = None
-    if device_bytes is not None:
-        device = ForecastDevice("cuda", device_bytes, "GPU")
+    device = None if device_bytes is None else ForecastDevice("cuda", device_bytes, "GPU")
     planned = plan(recipe, sizes or Sizes(), device)
-    resume_rows: list[tuple[str, str]] = []
+    resume_rows = []
     if loaded.config.checkpoint.enabled:
-        resume_rows += _resume_rows(loaded, recipe, sizes, planned.config_json)
+        resume_rows = list(_resume_rows(loaded, recipe, sizes, planned.config_json))
     resumes = any(title == "resume" and text.startswith("from ") for title, text in resume_rows)
     rows += _resource_rows(loaded, planned, flags, resumes=resumes)
     rows += resume_rows
@@ -97,9 +94,9 @@ def _check_data(loaded: LoadedRecipe) -> None:
         if value.key.startswith(_DATA) and is_store_url(value.text):
             raise RecipeError(
                 "a dry run does not read data that need credentials",
-                where=value.node.origin,
-                value=f"{value.key}: {value.node}",
-                hint="copy a part of the data to a local file for the dry run, or start without --dry-run",
+                value.node.origin,
+                f"{value.key}: {value.node}",
+                "copy a part of the data to a local file for the dry run, or start without --dry-run",
             )
 
 
@@ -113,17 +110,17 @@ def _run_rows(
         yield "ranks", str(sizes.world)
     else:
         yield "ranks", f"{flags.nproc_per_node} on each of the nodes ({flags.nnodes})"
-    noun = getattr(recipe_class, "sample_noun", "sample")
-    per_step = counted(steps.global_batch_size, noun)
+    per_step = counted(steps.global_batch_size, getattr(recipe_class, "sample_noun", "sample"))
     if sizes:
         accumulated = steps.global_batch_size // (steps.local_batch_size * sizes.dp)
         per_step += (
             f" = {steps.local_batch_size} x {counted(sizes.dp, 'rank')} x {accumulated} accumulated"
         )
     yield "each step", per_step
-    limits = []
-    for key in ("num_epochs", "max_steps", "max_time"):
-        limits.append(f"{key}: {loaded.tree.at(f'step_scheduler.{key}')}")
+    limits = [
+        f"{key}: {loaded.tree.at(f'step_scheduler.{key}')}"
+        for key in ("num_epochs", "max_steps", "max_time")
+    ]
     yield "until", ", ".join(limits)
 
 
@@ -307,9 +304,8 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe) -> Rows:
         return
     match = start.verdict
     num_matches = len(match.matches)
-    num_tensors = num_matches + len(match.new)
-    matches = f"{num_matches} of {num_tensors} tensors match (names and shapes compared)"
-    yield "init_from", f"{start.paths}: {matches}"
+    matches = f"{num_matches} of {num_matches + len(match.new)} tensors match"
+    yield "init_from", f"{start.paths}: {matches} (names and shapes compared)"
     yield from _listed("", match.lines(allowed=True))
     for difference in start.differences:
         yield "", f"{difference.text}:"
@@ -379,9 +375,9 @@ def device_memory(line: CommandLine) -> int | None:
     if found is None or (nbytes := _bytes_of(found)) < _MIN_BYTES:
         raise RecipeError(
             "invalid size of a device's memory",
-            where="--device-memory",
-            value=text,
-            hint="give a number with a unit, such as 80GiB or 24GB",
+            "--device-memory",
+            text,
+            "give a number with a unit, such as 80GiB or 24GB",
         )
     return nbytes
 

@@ -12,14 +12,15 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, ValueDict, Values
 from automodel_ckpt.cli.launch.node_resources import visible_gpus
-from automodel_ckpt.cli.launch.started_ranks import started_world_size
+from automodel_ckpt.cli.launch.ranks import started_world_size
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.config.schema_keys import is_number
@@ -52,7 +53,7 @@ _ALWAYS = (
 _NUMBERS = ("lr", "loss", "grad_norm")
 _DIFFERENT = "different"
 
-Step = Mapping[str, Any]
+Step = Values
 Run = Sequence[Sequence[Step]]
 """The steps of each rank: run[rank][step]."""
 Observe = Callable[[LoadedRecipe, Path, int | None], tuple[LoadedRecipe, type]]
@@ -65,7 +66,7 @@ def _planned_steps(line: CommandLine, max_steps: int | None) -> int:
     (steps,) = line.modes.get("selftest_steps", [str(default)])
     if not is_number(steps) or int(steps) < 2:
         where = "step_scheduler.max_steps, --selftest-steps"
-        _fail_with_one_step(where, steps, "test with more steps (--selftest-steps 6)")
+        raise _one_step(where, steps, "test with more steps (--selftest-steps 6)")
     return int(steps)
 
 
@@ -73,9 +74,11 @@ def _planned_flags(line: CommandLine) -> tuple[LaunchFlags, LaunchFlags]:
     """Return the launch flags before and after the resume. Raises :class:`RecipeError`."""
     (ranks,) = line.modes.get("selftest_nproc", [line.flags.nproc_per_node])
     if not is_number(ranks) or int(ranks) < 1:
-        _fail("invalid number of ranks", "--selftest-nproc", ranks, "set it to 1 or more")
+        raise RecipeError(
+            "invalid number of ranks", "--selftest-nproc", ranks, "set it to 1 or more"
+        )
     if line.flags.nnodes != "1" or started_world_size(os.environ, line.flags):
-        _fail(
+        raise RecipeError(
             "the selftest runs on a single node and starts its own ranks",
             "--selftest-resume",
             line.flags.nnodes,
@@ -85,13 +88,9 @@ def _planned_flags(line: CommandLine) -> tuple[LaunchFlags, LaunchFlags]:
     return flags, dataclasses.replace(flags, nproc_per_node=ranks)
 
 
-def _fail_with_one_step(where: str, value: object, hint: str) -> NoReturn:
-    what = "the selftest needs at least 2 steps: a run of a single step has nothing to resume"
-    _fail(what, where, value, hint)
-
-
-def _fail(what: str, where: str, value: object, hint: str) -> NoReturn:
-    raise RecipeError(what, where=where, value=value, hint=hint)
+_one_step = partial(
+    RecipeError, "the selftest needs at least 2 steps: a run of a single step has nothing to resume"
+)
 
 
 def selftest(recipe: LoadedRecipe, line: CommandLine, observe: Observe) -> int:
@@ -133,13 +132,13 @@ class Runs:
     scratch: Path
     observe: Observe
 
-    def compare(self, flags: LaunchFlags, resumed_flags: LaunchFlags) -> dict[str, Any]:
+    def compare(self, flags: LaunchFlags, resumed_flags: LaunchFlags) -> ValueDict:
         """Execute the three runs and compare them. Raises :class:`RunFailed`, or :class:`RecipeError` for one step."""
         # Without checkpoints: the next run has the same directory, and would resume from them.
         straight = self._run("straight", flags, None, EXIT_DONE, "--checkpoint.enabled=false")
         if len(straight[0]) < 2:
             hint = "test it with more data or epochs (--step_scheduler.num_epochs)"
-            _fail_with_one_step("--selftest-resume", "the data ended after 1 step", hint)
+            raise _one_step("--selftest-resume", "the data ended after 1 step", hint)
         # The run may be shorter than planned, and a step has to be left for the resume.
         stop_after = min(self.num_steps // 2, max(1, len(straight[0]) - 1))
         stopped = self._run("stopped", flags, stop_after, EXIT_STOPPED, "--checkpoint.enabled=true")
@@ -154,8 +153,7 @@ class Runs:
     def _loaded(self, *more: str) -> LoadedRecipe:
         directory = f"--checkpoint.checkpoint_dir={self.scratch / 'run'}"
         steps = f"--step_scheduler.max_steps={self.num_steps}"
-        ours = parse([*_ALWAYS, directory, steps, *more]).overrides
-        return self.recipe.with_overrides(ours)
+        return self.recipe.with_overrides(parse([*_ALWAYS, directory, steps, *more]).overrides)
 
     def _run(
         self, name: str, flags: LaunchFlags, stop_after: int | None, expected: int, *more: str
@@ -169,7 +167,7 @@ class Runs:
             _launch(loaded, flags, lambda: self.observe(loaded, notes, stop_after), output)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         files = sorted(notes.iterdir(), key=lambda path: int(path.stem.removeprefix("rank_")))
-        steps = [_lines(path) for path in files]
+        steps = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
         if code != expected or not steps:
             raise RunFailed(name, code, output.read_text(errors="replace"))
         return steps
@@ -200,16 +198,10 @@ def _launch(
     exit_now(launch(loaded, flags, prepare))  # skip the atexit handlers inherited from the parent
 
 
-def _lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 # ---------------------------------------------------------------- comparison
 
 
-def compare(
-    straight: Run, resumed: Run, stopped_after: int, tolerance: float = 0.0
-) -> dict[str, Any]:
+def compare(straight: Run, resumed: Run, stopped_after: int, tolerance: float = 0.0) -> ValueDict:
     """Return the document of ``--selftest-resume --json``, from the records of ``training/selftest_probe.py``.
 
     On the same number of ranks, all values must be bit-identical. On another number, samples and learning rates must be
@@ -218,7 +210,7 @@ def compare(
     """
     is_exact = len(straight) == len(resumed)
     first = next(_differences(straight, resumed, is_exact=is_exact), None)
-    largest: dict[str, float] = {}
+    largest = {}
     if not is_exact:
         largest = {
             name: _largest_difference(name, straight[0], resumed[0])
@@ -250,7 +242,7 @@ def compare(
     }
 
 
-def _differences(straight: Run, resumed: Run, *, is_exact: bool) -> Iterator[dict[str, Any]]:
+def _differences(straight: Run, resumed: Run, *, is_exact: bool) -> Iterator[ValueDict]:
     """Yield the differences by step and rank: quantities, then tensors, then whole attributes."""
     for number, _ in enumerate(zip(straight[0], resumed[0], strict=False)):
         for rank in range(len(straight) if is_exact else 1):
@@ -272,14 +264,14 @@ def _differences(straight: Run, resumed: Run, *, is_exact: bool) -> Iterator[dic
         yield {"step": min(lengths) + 1, "rank": 0, "quantity": "number of steps", **values}
 
 
-def _compared(step: Step, *, is_exact: bool) -> dict[str, str]:
+def _compared(step: Step, *, is_exact: bool) -> TextDict:
     """Return the values of a step that must be equal, as text, in the order in which they are reported."""
-    values = {"samples": str(step["samples"])}
-    for name in _NUMBERS if is_exact else ("lr",):
-        values[name] = repr(_number(step[name]))
-    for name in sorted(step["state"] if is_exact else (), key=lambda name: ("/" not in name, name)):
-        values[name] = step["state"][name]
-    return values
+    samples = {"samples": str(step["samples"])}
+    if not is_exact:
+        return samples | {"lr": repr(_number(step["lr"]))}
+    numbers = {name: repr(_number(step[name])) for name in _NUMBERS}
+    state = dict(sorted(step["state"].items(), key=lambda item: ("/" not in item[0], item[0])))
+    return samples | numbers | state
 
 
 def _largest_difference(name: str, straight: Sequence[Step], resumed: Sequence[Step]) -> float:
@@ -302,7 +294,7 @@ def _number(text: str) -> float:
         return float(text)
 
 
-def report(found: Mapping[str, Any]) -> str:
+def report(found: Values) -> str:
     """Format the comparison as text."""
     before, after = found["num_ranks"]
     ranks = counted(before, "rank")

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from automodel_ckpt.base.terminal import colored, printable_lines
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.cli.common.terminal import colored, printable_lines
 from automodel_ckpt.config.load import LoadedRecipe
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ def report(loaded: LoadedRecipe, recipe_class: type[Recipe], num_samples: int) -
     """
     from automodel_ckpt.training.sample_preview import built_data, first_samples, spans, summary
 
-    arguments = {"config": loaded.config, "config_yaml": loaded.to_yaml()}
-    recipe = built_data(recipe_class, arguments)
+    recipe = built_data(recipe_class, {"config": loaded.config, "config_yaml": loaded.to_yaml()})
     has_colors = colored("x", "green", sys.stdout) != "x"
     trained = "green" if has_colors else f"between {BEGIN} and {END}"
     samples = list(first_samples(recipe, num_samples))
@@ -37,8 +36,7 @@ def report(loaded: LoadedRecipe, recipe_class: type[Recipe], num_samples: int) -
         yield f"trained tokens are {trained}"
     for sample in samples:
         yield ""
-        parts = spans(recipe.preprocessor, sample)
-        yield from _sample_lines(sample, parts, has_colors=has_colors)
+        yield from _sample_lines(sample, spans(recipe.preprocessor, sample), has_colors=has_colors)
     yield ""
     yield from (f"{title:10} {text}" for title, text in summary(recipe))
 
@@ -54,8 +52,7 @@ def _sample_lines(
         text = printable_lines(_REPEATED.sub(_shortened, span))
         if is_trained and has_colors:
             # Colored line by line, because a pager forgets colors at the end of a line.
-            lines = [colored(line, "green", sys.stdout) for line in text.split("\n")]
-            text = "\n".join(lines)
+            text = "\n".join([colored(line, "green", sys.stdout) for line in text.split("\n")])
         elif is_trained:
             text = f"{BEGIN}{text}{END}"
         parts.append(text)

@@ -20,6 +20,7 @@ import yaml
 
 from automodel_ckpt.base.store_url import extra_of, is_url
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.cli.cluster.options import FLAG, KINDS, LauncherOptions
 from automodel_ckpt.config.keys.checkpoint import RemoteConfig
 from automodel_ckpt.config.load import LoadedRecipe
@@ -33,18 +34,18 @@ SAVE_SECONDS = 300
 """Seconds from a signal to the end of a run: the current step, and a save."""
 _SLACK_SECONDS = 30
 _ROUNDED_TO = 30
+# Variables that the client of a store reads, by the extra that installs it. Instance roles need none of them.
 _CREDENTIALS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
     "azure": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
 }
-"""Variables that the client of a store reads, by the extra that installs it. Instance roles need none of them."""
+# Trackers that an extra of this package installs. The others are packages of these names.
 _TRACKER_EXTRAS = {"tensorboard"}
-"""Trackers that an extra of this package installs. The others are packages of these names."""
 _NAME_LENGTH = 40
+# The local directory of runs with a URL as their directory, if the recipe and the environment name no other.
 _SCRATCH = "~/.cache/automodel_ckpt/runs"
-"""The local directory of runs with a URL as their directory, if the recipe and the environment name no other."""
+# How often a node may fail otherwise than by a signal, if ``--max-restarts`` does not set it.
 _NUM_FAILURES = 3
-"""How often a node may fail otherwise than by a signal, if ``--max-restarts`` does not set it."""
 _CORES_PER_GPU_RANK, _CORES_PER_RANK = 8, 2
 
 
@@ -61,8 +62,7 @@ def check_flags(flags: LaunchFlags) -> None:
             flag = f"--{name.replace('_', '-')}"
             what = f"{FLAG} needs a number"
             problems.append(Problem(what, flag, text, f"for example {flag} {example}"))
-    if problems:
-        raise RecipeError.all_of(problems)
+    RecipeError.check(problems)
 
 
 def write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions) -> None:
@@ -76,9 +76,9 @@ def write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOpt
     if options.kind == "slurm" and options.time_limit_seconds < 2 * facts["stop_seconds"]:
         raise RecipeError(
             "the time limit is too short: the run would stop again before it trains",
-            where="--time-limit",
-            value=f"{options.time_limit} ({facts['stop_seconds']} s are needed to save and stop)",
-            hint="set a longer --time-limit",
+            "--time-limit",
+            f"{options.time_limit} ({facts['stop_seconds']} s are needed to save and stop)",
+            "set a longer --time-limit",
         )
     text = _rendered(KINDS[options.kind], facts | vars(options))
     if options.output is None:
@@ -91,9 +91,9 @@ def write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOpt
     except OSError as error:
         raise RecipeError(
             "the launcher cannot be written",
-            where="--output",
-            value=f"{options.output}: {error.strerror}",
-            hint="choose another one, or remove it",
+            "--output",
+            f"{options.output}: {error.strerror}",
+            "choose another one, or remove it",
         ) from error
     print(options.output)
 
@@ -101,14 +101,14 @@ def write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOpt
 # ---------------------------------------------------------------- facts of a recipe
 
 
-def _facts(loaded: LoadedRecipe, line: CommandLine) -> dict[str, Any]:
+def _facts(loaded: LoadedRecipe, line: CommandLine) -> ValueDict:
     """Return the names that templates use. Values of environment variables are never read."""
     if is_stream(loaded.path):
         raise RecipeError(
             "a launcher needs a recipe file",
-            where=FLAG,
-            value=str(loaded.path),
-            hint="write the recipe to a file",
+            FLAG,
+            str(loaded.path),
+            "write the recipe to a file",
         )
     config, flags, recipe = loaded.config, line.flags, str(loaded.path)
     num_nodes, num_ranks = int(flags.nnodes), int(flags.nproc_per_node)
@@ -156,7 +156,7 @@ def _facts(loaded: LoadedRecipe, line: CommandLine) -> dict[str, Any]:
     }
 
 
-def _storage(loaded: LoadedRecipe) -> dict[str, Any]:
+def _storage(loaded: LoadedRecipe) -> ValueDict:
     """Return where the run is stored: its directory, the URL of its store, and what a container has to mount."""
     directory = _text(loaded, "checkpoint.checkpoint_dir") or "checkpoints/"
     url = _text(loaded, "checkpoint.remote.url")
@@ -213,11 +213,11 @@ def _name(path: Path) -> str:
 
 def _arguments(line: CommandLine) -> list[str]:
     """Return the overrides and flags of the command line that belong to the run, in their order."""
-    words = [f"--trust={name}" for name in line.flags.trust]
-    for override in line.overrides:
-        if not override.is_below:
-            words.append(f"--{override.key}={override.node.value}")
-    return words
+    given = [override for override in line.overrides if not override.is_below]
+    return [
+        *(f"--trust={name}" for name in line.flags.trust),
+        *(f"--{override.key}={override.node.value}" for override in given),
+    ]
 
 
 def _recipe_text(loaded: LoadedRecipe) -> str | None:
@@ -237,15 +237,15 @@ def _path_in_copy(recipe: str) -> str:
 # ---------------------------------------------------------------- text of a template
 
 
+# Text that YAML needs no quotes for, unless it is a word such as null.
 _WORD = re.compile(r"[\w./-]+", re.ASCII)
-"""Text that YAML needs no quotes for, unless it is a word such as null."""
 
 
 class _Ready(str):
     """Text in the syntax of its place. All other text of a template is escaped, so that no value ends a comment."""
 
 
-def _rendered(template: str, names: dict[str, Any]) -> str:
+def _rendered(template: str, names: ValueDict) -> str:
     from jinja2 import Environment, FileSystemLoader
 
     def shown(value: Any) -> Any:
@@ -289,14 +289,14 @@ def _shell(words: Iterable[str]) -> str:
 
 
 def _escaped(word: str) -> str:
-    characters = []
+    characters = ""
     for character in word:
         if character.isprintable() and character not in "'\\":
-            characters.append(character)
+            characters += character
         else:
             encoded = character.encode("utf-8", "surrogateescape")
-            characters += [f"\\x{byte:02x}" for byte in encoded]
-    return f"$'{''.join(characters)}'"
+            characters += "".join(f"\\x{byte:02x}" for byte in encoded)
+    return f"$'{characters}'"
 
 
 def _in_quotes(path: str) -> str:

@@ -67,7 +67,7 @@ def launcher_options(line: CommandLine) -> LauncherOptions:
     (kind,) = line.modes["write_launcher"]
     if kind not in KINDS:
         hint = f"use {', '.join(KINDS)}"
-        raise RecipeError("unknown kind of launcher", where=FLAG, value=kind, hint=hint)
+        raise RecipeError("unknown kind of launcher", FLAG, kind, hint)
     given = {name: line.modes[name][0] for name in USERS if name in line.modes}
     problems = []
     for name, text in given.items():
@@ -79,6 +79,5 @@ def launcher_options(line: CommandLine) -> LauncherOptions:
             problems.append(Problem(what, flag, text, hint))
         elif pattern is not None and not pattern.fullmatch(text):
             problems.append(Problem(f"invalid value of {flag}", flag, text, hint))
-    if problems:
-        raise RecipeError.all_of(problems)
+    RecipeError.check(problems)
     return LauncherOptions(kind, **given)

@@ -5,8 +5,8 @@ The script contains all words, so that completing a command line does not start 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+from argparse import ArgumentParser, Namespace, _SubParsersAction
 
 from automodel_ckpt.errors import EXIT_DONE
 
@@ -38,7 +38,7 @@ shell {bash,zsh} | the shell
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt completion``. ``arguments.parser`` makes the parser of all commands."""
     if arguments.shell == "zsh":
         print("autoload -Uz compinit bashcompinit && compinit && bashcompinit")
@@ -53,12 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def command_options(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+def command_options(parser: ArgumentParser) -> dict[str, list[str]]:
     """Map each command of ``ckpt`` to its options."""
-    found: dict[str, list[str]] = {}
+    found = {}
     # argparse has no public way to list the commands and options of a parser.
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
+        if isinstance(action, _SubParsersAction):
             for name, command in action.choices.items():
                 words = [word for option in command._actions for word in option.option_strings]
                 found[name] = sorted(word for word in words if word.startswith("--"))

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import math
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.base.terminal import colored, print_error
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.files.type_aliases import Texts, ValueDict, Values
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, has_manifest
 from automodel_ckpt.cli.common.arguments import WHERE
 from automodel_ckpt.cli.common.checkpoint_tables import section
+from automodel_ckpt.cli.common.output import fitted, print_document, problem_json, table
 from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate_one, sparse_copy
-from automodel_ckpt.cli.common.terminal import (
-    colored,
-    fitted,
-    print_document,
-    print_error,
-    printable,
-    problem_json,
-    table,
-)
-from automodel_ckpt.config.help.changes import saved_recipe
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, describe
+from automodel_ckpt.config.changes import saved_recipe
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, describe, printable
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
@@ -37,6 +31,7 @@ if TYPE_CHECKING:
 _SECTIONS = ("general", "recipe", "environment", "config")
 _TITLES = {"general": "checkpoint", "config": "model config"}
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
+# Lists of tensors in the document of a tree, and what is printed before their names.
 _LISTS = {
     "differing": "changed, by digest (values in a store are not read: `ckpt pull` the checkpoints to compare them)",
     "undecided": "not compared: other slices, or no digests (`ckpt pull` the checkpoints to compare them)",
@@ -44,9 +39,8 @@ _LISTS = {
     "only_first": "only in A",
     "only_second": "only in B",
 }
-"""Lists of tensors in the document of a tree, and what is printed before their names."""
+# How many tensors each list shows.
 _MAX_LINES = 20
-"""How many tensors each list shows."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +53,10 @@ class Side:
     """
 
     path: Path
-    general: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    recipe: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
+    general: Values = field(default_factory=dict)
+    environment: Values = field(default_factory=dict)
+    recipe: Texts = field(default_factory=dict)
+    config: Values = field(default_factory=dict)
     trees: Mapping[str, StoredTensors] = field(default_factory=dict)
     url: str = ""
 
@@ -80,12 +74,10 @@ b B | {_ONE}
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt diff``. Differences give exit code 0, damaged tensors 3; damaged tensors are not compared."""
-    with contextlib.ExitStack() as copies:
-        a = _side(arguments.a, copies)
-        b = _side(arguments.b, copies)
-        document, problems = _document(a, b)
+    with ExitStack() as copies:
+        document, problems = _document(_side(arguments.a, copies), _side(arguments.b, copies))
     print_document(arguments, document, _lines(document))
     if problems:
         code, message = describe(CheckpointUnusable.all_of(problems))
@@ -94,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _side(place: str, copies: contextlib.ExitStack) -> Side:
+def _side(place: str, copies: ExitStack) -> Side:
     """Read the checkpoint at a path or URL; of another program's, only the tensors and the recipe, if it has one.
 
     *copies* keeps the files of a checkpoint in a store while it is open.
@@ -108,7 +100,7 @@ def _side(place: str, copies: contextlib.ExitStack) -> Side:
         copy = copies.enter_context(sparse_copy(run, name, manifest))
         return replace(_side_of(copy, manifest, recorded_at=math.inf), url=f"{run.store}/{name}")
     path = whole_checkpoint(Path(place))
-    if os.path.lexists(path / layout.MANIFEST):
+    if has_manifest(path):
         recorded_at = os.stat(path / layout.MANIFEST).st_mtime_ns
         return _side_of(path, Manifest.read(path), recorded_at=recorded_at)
     source = open_source(path)
@@ -139,14 +131,14 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
     )
 
 
-def _config(read: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+def _config(read: Callable[[], ValueDict | None]) -> ValueDict:
     """The content of the model's config.json; empty if there is none that can be read."""
-    with contextlib.suppress(CheckpointUnusable):
+    with suppress(CheckpointUnusable):
         return read() or {}
     return {}
 
 
-def _document(a: Side, b: Side) -> tuple[dict[str, Any], list[Problem]]:
+def _document(a: Side, b: Side) -> tuple[ValueDict, list[Problem]]:
     """Return the document of ``ckpt diff --json``, and the problems of damaged tensors."""
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors, changed_leaves, compare
 
@@ -154,7 +146,7 @@ def _document(a: Side, b: Side) -> tuple[dict[str, Any], list[Problem]]:
     reads_values = not (a.url or b.url)
     trees = {}
     # A missing file is a problem of each of its tensors.
-    found: dict[Problem, None] = {}
+    found = {}
     for name in {**a.trees, **b.trees}:
         difference = compare(
             a.trees.get(name, empty), b.trees.get(name, empty), reads_values=reads_values
@@ -164,8 +156,8 @@ def _document(a: Side, b: Side) -> tuple[dict[str, Any], list[Problem]]:
         for fqn, problems in difference.damaged.items():
             trees[name]["damaged"][fqn] = [problem_json(problem) for problem in problems]
             found.update(dict.fromkeys(problems))
-    sections: dict[str, Any] = {}
-    not_compared: list[str] = []
+    sections: ValueDict = {}
+    not_compared = []
     for part in _SECTIONS:
         before, after = getattr(a, part), getattr(b, part)
         sections[part] = {}
@@ -188,7 +180,7 @@ def _document(a: Side, b: Side) -> tuple[dict[str, Any], list[Problem]]:
 # ---------------------------------------------------------------- printing
 
 
-def _lines(document: Mapping[str, Any]) -> Iterator[str]:
+def _lines(document: Values) -> Iterator[str]:
     yield colored(printable(f"{document['a']} -> {document['b']}"), "bold", sys.stdout)
     for path in document["foreign"]:
         yield colored(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
@@ -205,13 +197,11 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _change_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    rows = []
-    for name, (before, after) in changes.items():
-        rows.append((name, _text(before), "->", _text(after)))
+    rows = [(name, _text(before), "->", _text(after)) for name, (before, after) in changes.items()]
     return table(rows) or ["no difference"]
 
 
-def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
+def _tree_lines(tree: Values) -> Iterator[str]:
     equal = f"{tree['num_equal']} equal ({tree['num_unread']} by digest)"
     yield f"{equal}, {len(tree['changed'])} changed"
     for name, title in _LISTS.items():
@@ -226,7 +216,7 @@ def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
     yield from _changed_tensor_lines(tree["changed"])
 
 
-def _changed_tensor_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _changed_tensor_lines(changes: Sequence[Values]) -> Iterator[str]:
     """Format a table of the changed tensors, the one with the largest relative change first."""
     if not changes:
         return

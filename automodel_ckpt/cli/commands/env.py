@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -10,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,23 +19,25 @@ import automodel_ckpt
 from automodel_ckpt.base.durable_io import file_system_of
 from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.base.units import size_text
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict
 from automodel_ckpt.checkpoint.jobs.rank_manifest import version_of
-from automodel_ckpt.cli.common.terminal import print_document, printable, table
+from automodel_ckpt.cli.common.output import print_document, table
 from automodel_ckpt.cli.launch.node_resources import cores
 from automodel_ckpt.config.tree.references import SECRET_NAME
+from automodel_ckpt.errors import printable
 
+# Distributions with a version that matters. They are not imported.
 _LIBRARIES = """
 numpy safetensors tokenizers huggingface_hub torch transformers datasets peft triton torchao bitsandbytes flash-attn
 liger-kernel accelerate pillow
 """
-"""Distributions with a version that matters. They are not imported."""
 _PROBE = "automodel_ckpt.cli.commands.env_probe"
+# The beginnings of the names of variables that affect training.
 _PREFIXES = (
     *("AUTOMODEL_CKPT_", "CUDA_", "CUBLAS_", "NCCL_", "GLOO_", "NVIDIA_", "TORCH", "PYTORCH_"),
     *("TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "SLURM_JOB", "PYTHON"),
     *("SLURM_NTASKS", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "WORLD_SIZE", "VIRTUAL_ENV"),
 )
-"""The beginnings of the names of variables that affect training."""
 _USER_IN_URL = re.compile(r"(\w://)[^/@\s]+@")
 _IMPORT_SECONDS = 180.0
 _COMMAND_SECONDS = 20.0
@@ -45,7 +47,7 @@ secrets are not shown.
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt env``. What cannot be determined is shown as an error; the exit code is 0."""
     document = describe_environment()
     lines = []
@@ -55,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     return print_document(arguments, document, lines)
 
 
-def describe_environment() -> dict[str, dict[str, Any]]:
+def describe_environment() -> dict[str, ValueDict]:
     """Describe the program, the libraries, the GPUs, the machine, the directory and the environment, by section."""
     facts: dict[str, dict[str, Callable[[], Any]]] = {
         "automodel_ckpt": {
@@ -81,24 +83,21 @@ def describe_environment() -> dict[str, dict[str, Any]]:
             "free": _free_space,
         },
     }
-    document: dict[str, dict[str, Any]] = {}
-    for title, section in facts.items():
-        document[title] = {name: _attempt(determine) for name, determine in section.items()}
+    document: dict[str, ValueDict] = {
+        title: {name: _attempt(determine) for name, determine in section.items()}
+        for title, section in facts.items()
+    }
     document["environment variables"] = shown_variables(os.environ)
     return document
 
 
-def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+def shown_variables(environment: Texts) -> TextDict:
     """Return the variables that affect training, sorted by name, without values that look like secrets."""
-    shown = {}
-    for name in sorted(environment):
-        if not name.startswith(_PREFIXES):
-            continue
-        if SECRET_NAME.search(name):
-            shown[name] = "(set, not shown)"
-        else:
-            shown[name] = _USER_IN_URL.sub(r"\1...@", environment[name])
-    return shown
+    return {
+        name: "(set, not shown)" if SECRET_NAME.search(name) else _USER_IN_URL.sub(r"\1...@", value)
+        for name, value in sorted(environment.items())
+        if name.startswith(_PREFIXES)
+    }
 
 
 def _attempt(determine: Callable[[], Any]) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from typing import Any
+from importlib import import_module
 
 
 def main(_: list[str]) -> None:
     """Print what torch was built with, and the devices that it finds, as a line of JSON."""
-    torch: Any = importlib.import_module("torch")
+    torch = import_module("torch")
     build = {
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
@@ -18,6 +17,5 @@ def main(_: list[str]) -> None:
         "threads": torch.get_num_threads(),
         "nccl": str(torch.cuda.nccl.version()) if torch.cuda.is_available() else None,
     }
-    numbers = range(torch.cuda.device_count())
-    devices = [torch.cuda.get_device_name(each) for each in numbers]
+    devices = [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
     print(json.dumps({**build, "devices": devices}), flush=True)

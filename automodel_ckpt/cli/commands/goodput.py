@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.units import counted, exact_time
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.cli.common.arguments import RUN
+from automodel_ckpt.cli.common.output import print_document, table
 from automodel_ckpt.cli.common.paths import run_with_logs
-from automodel_ckpt.cli.common.terminal import print_document, printable, table
+from automodel_ckpt.errors import printable
 
 if TYPE_CHECKING:
     from automodel_ckpt.logs.goodput import Goodput, Start
 
+# Starts that are listed; ``--json`` has all.
 _MAX_LINES = 10
-"""Starts that are listed; ``--json`` has all."""
 USAGE = f"""
 Show how the time of a run was spent, from its first start to its last end: steps, start-up, validation, saves, steps
 that were lost, restarts. The goodput is the share of the steps that the run has.
@@ -26,7 +28,7 @@ that were lost, restarts. The goodput is the share of the steps that the run has
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt goodput``. Raises :class:`CheckpointUnusable` if the run has no record of its time."""
     from automodel_ckpt.logs.goodput import read_goodput
 
@@ -70,7 +72,7 @@ def _starts(starts: Sequence[Start]) -> Iterator[str]:
     yield from (line.rstrip() for line in table(rows, right=(1,)))
 
 
-def _document(found: Goodput) -> dict[str, Any]:
+def _document(found: Goodput) -> ValueDict:
     keys = ("began", "seconds", "first_step", "last_step", "outcome")
     starts = [{key: getattr(start, key) for key in keys} for start in found.starts]
     return {

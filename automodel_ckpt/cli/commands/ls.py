@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.base.terminal import colored
+from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import Strings
 from automodel_ckpt.cli.common.arguments import PATH
 from automodel_ckpt.cli.common.checkpoint_rows import (
     Row,
@@ -21,15 +24,9 @@ from automodel_ckpt.cli.common.checkpoint_rows import (
     run_row,
     single_row,
 )
+from automodel_ckpt.cli.common.output import age_text, fitted, print_document
 from automodel_ckpt.cli.common.paths import run_directory, runs_below
-from automodel_ckpt.cli.common.terminal import (
-    age_text,
-    colored,
-    fitted,
-    print_document,
-    printable,
-    size_text,
-)
+from automodel_ckpt.errors import printable
 
 _TITLES = (
     "checkpoint",
@@ -55,7 +52,7 @@ metrics.
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt ls``. Raises :class:`CheckpointUnusable` if there is neither a run nor a checkpoint."""
     if is_url(arguments.path):
         return _print(remote_rows(arguments.path), arguments)
@@ -63,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     path = Path(arguments.path)
     run = run_directory(path)
-    runs: list[Path] = []
+    runs = []
     if run != path and path.is_dir() and not path.is_symlink():
         runs = list(runs_below(path))
     if runs and runs != [run]:
@@ -78,9 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     return _print(rows, arguments)
 
 
-def _print(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
-    cells = [_TITLES, *map(_cells, rows)]
-    head, *lines = fitted(cells, range(1, 7), _DROPPED_FIRST)
+def _print(rows: Sequence[Row], arguments: Namespace) -> int:
+    head, *lines = fitted([_TITLES, *map(_cells, rows)], range(1, 7), _DROPPED_FIRST)
     colored_lines = [colored(head, "bold", sys.stdout)]
     for row, line in zip(rows, lines, strict=True):
         is_usable = (row.complete or row.foreign) and not row.damaged
@@ -88,8 +84,7 @@ def _print(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
     return print_document(arguments, [asdict(row) for row in rows], colored_lines)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-
+def _cells(row: Row) -> Strings:
     if row.damaged:
         complete = "damaged"
     elif row.complete:
@@ -111,14 +106,14 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _print_runs(rows: Sequence[RunRow], arguments: argparse.Namespace) -> int:
+def _print_runs(rows: Sequence[RunRow], arguments: Namespace) -> int:
     cells = [_RUN_TITLES, *map(_run_cells, rows)]
     head, *lines = fitted(cells, (1, *range(3, 8)), _RUN_DROPPED_FIRST)
     head = colored(head, "bold", sys.stdout)
     return print_document(arguments, [asdict(row) for row in rows], [head, *lines])
 
 
-def _run_cells(row: RunRow) -> tuple[str, ...]:
+def _run_cells(row: RunRow) -> Strings:
     return (
         printable(row.run),
         str(row.num_checkpoints),

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from automodel_ckpt.base.terminal import print_error, print_path, printable_lines
 from automodel_ckpt.checkpoint.files.layout import CONFIG
+from automodel_ckpt.checkpoint.files.safe_open import without_links
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, ValueDict
 from automodel_ckpt.cli.common.paths import run_with_logs
-from automodel_ckpt.cli.common.terminal import (
-    print_error,
-    print_path,
-    printable,
-    printable_lines,
-)
-from automodel_ckpt.config.help.changes import differences, saved_recipe
-from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError
+from automodel_ckpt.config.changes import differences, saved_recipe
+from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError, printable
 
 if TYPE_CHECKING:
     from automodel_ckpt.logs.history import History
 
+# Keys of recipes in the table of differences, at most.
 _MAX_DIFFERENCES = 100
-"""Keys of recipes in the table of differences, at most."""
 _TEMPLATES = {".html": "page.html.jinja", ".svg": "loss.svg.jinja"}
+# The largest width of the texts on both sides of a curve on a terminal.
 _MAX_TEXT_WIDTH = 48
-"""The largest width of the texts on both sides of a curve on a terminal."""
 USAGE = """
 Plot the curves of one or more runs: loss with checkpoints, LOWEST_VAL and resumes, gradient norm, learning rate,
 throughput, and the cost of saves. Without --output, small plots are printed.
@@ -38,14 +35,15 @@ paths * RUN      | run directories, or paths inside them (default: current direc
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt plot``. Raises :class:`CheckpointUnusable` if a path contains no run."""
     from automodel_ckpt.logs.history import read_history
 
     directories = [run_with_logs(Path(path)) for path in arguments.paths or ["."]]
-    runs = []
-    for path, name in zip(directories, _names(directories), strict=True):
-        runs.append(read_history(path, name))
+    runs = [
+        read_history(path, name)
+        for path, name in zip(directories, _names(directories), strict=True)
+    ]
     if arguments.output:
         _write(runs, Path(arguments.output))
     if arguments.json:
@@ -74,26 +72,25 @@ def _write(runs: list[History], file: Path) -> None:
     if template is None:
         raise RecipeError(
             "unsupported file extension",
-            where="--output",
-            value=str(file),
-            hint="write an .html page, or an .svg image of the loss",
+            "--output",
+            str(file),
+            "write an .html page, or an .svg image of the loss",
         )
     text = page(runs, _differences(runs), template)
     # A name may be no Unicode, and have characters that no browser shows.
     content = printable_lines(text).encode("utf-8", "backslashreplace")
     # Publishing renames: without this, it would replace a link instead of its target.
-    target = Path(os.path.realpath(file))
+    target = without_links(file)
     with published_file(target, print_error, what="the report") as staging:
         staging.write_bytes(content)
 
 
 def _differences(runs: list[History]) -> dict[str, list[str]]:
     """Map the recipe keys that differ between *runs* to their values, by the newest checkpoint of each run."""
-    rows = differences([_recipe_of(run) for run in runs])
-    return dict(list(rows.items())[:_MAX_DIFFERENCES])
+    return dict(list(differences([_recipe_of(run) for run in runs]).items())[:_MAX_DIFFERENCES])
 
 
-def _recipe_of(run: History) -> dict[str, str]:
+def _recipe_of(run: History) -> TextDict:
     """Return the recipe in the newest checkpoint of *run*, by dotted key; empty if there is none that can be read."""
     if not run.checkpoints:
         return {}
@@ -109,14 +106,13 @@ def _lines(run: History) -> Iterator[str]:
     from automodel_ckpt.logs.charts import curve_lines
     from automodel_ckpt.logs.page import summary
 
-    columns_left = shutil.get_terminal_size().columns - _MAX_TEXT_WIDTH
-    width = max(10, min(columns_left, 60))
+    width = max(10, min(shutil.get_terminal_size().columns - _MAX_TEXT_WIDTH, 60))
     facts = ", ".join(f"{name} {value}" for name, value in summary(run))
     yield f"{run.name}: {facts}"
     yield from curve_lines(run, width)
 
 
-def _document(run: History) -> dict[str, Any]:
+def _document(run: History) -> ValueDict:
     """Return the document of ``ckpt plot --json`` for one run."""
     return {
         "name": run.name,

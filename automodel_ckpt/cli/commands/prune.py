@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.base.units import duration
+from automodel_ckpt.base.units import duration, size_text
+from automodel_ckpt.checkpoint.files.type_aliases import Counts, Values
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run import maintenance, resume
 from automodel_ckpt.checkpoint.run.resume import KeepPolicy, metric_of
@@ -21,16 +22,17 @@ from automodel_ckpt.cli.common.arguments import (
     option_flag,
     without_effect,
 )
+from automodel_ckpt.cli.common.output import table
 from automodel_ckpt.cli.common.paths import reject_several_runs, run_around
 from automodel_ckpt.cli.common.remote import locate, reject_url
-from automodel_ckpt.cli.common.terminal import printable, size_text, table
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError, printable
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.remote.retention import IncompleteUpload
 
 _METRIC = "val_loss"
 _MIN_HOURS = 24
+# Options that select what to keep, and the option without which each has no effect.
 _NEEDED = {
     "keep_best": "keep_last",
     "keep_every_steps": "keep_last",
@@ -38,9 +40,8 @@ _NEEDED = {
     "metric": "keep_best",
     "max": "keep_best",
 }
-"""Options that select what to keep, and the option without which each has no effect."""
+# Steps that a message lists.
 _MAX_STEPS = 10
-"""Steps that a message lists."""
 USAGE = f"""
 Remove checkpoints that no option keeps. Never removed: the newest complete checkpoint, the targets of LATEST,
 LOWEST_VAL, pins and other links in the run directory, and anything that is not a complete checkpoint, except with
@@ -61,7 +62,7 @@ LOWEST_VAL, pins and other links in the run directory, and anything that is not 
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt prune``: preview or remove checkpoints.
 
     Raises :class:`RecipeError` if no option selects what to keep or no checkpoint has the metric,
@@ -75,14 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
     if run is None:
         reject_several_runs(Path(arguments.path))
         raise CheckpointUnusable(
-            "no checkpoints found", where=arguments.path, value="", hint="specify a run directory"
+            "no checkpoints found", arguments.path, "", "specify a run directory"
         )
     if arguments.incomplete:
         raise RecipeError(
             "a run directory has no incomplete uploads",
-            where="ckpt prune --incomplete",
-            value=arguments.path,
-            hint="name the URL of a store; the next start of a run removes what a killed save left",
+            "ckpt prune --incomplete",
+            arguments.path,
+            "name the URL of a store; the next start of a run removes what a killed save left",
         )
     if arguments.min_hours is not None:
         raise without_effect("prune", "--min-hours", arguments.min_hours, "in a run directory")
@@ -116,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _prune_remote(arguments: argparse.Namespace) -> int:
+def _prune_remote(arguments: Namespace) -> int:
     """Remove checkpoints in an object store. Those that LATEST and LOWEST_VAL name there are never removed."""
     from automodel_ckpt.checkpoint.remote import retention
 
@@ -126,9 +127,7 @@ def _prune_remote(arguments: argparse.Namespace) -> int:
     run, _ = locate(arguments.path)
     uploads = retention.incomplete(run)
     if not run.names() and not uploads:
-        raise CheckpointUnusable(
-            "no checkpoints found", where=str(run.store), value="", hint="check the URL"
-        )
+        raise CheckpointUnusable("no checkpoints found", run.store, "", "check the URL")
     if arguments.keep_best or arguments.keep_steps:
         summaries = [checkpoint.summary for checkpoint in run.checkpoints()]
         validated = [summary.losses for summary in summaries if summary.validated]
@@ -154,7 +153,7 @@ def _prune_remote(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _reason_to_keep(upload: IncompleteUpload, arguments: argparse.Namespace) -> str:
+def _reason_to_keep(upload: IncompleteUpload, arguments: Namespace) -> str:
     """Return why an incomplete *upload* is kept; empty if it is removed."""
     if upload.written is None:
         return "the store does not tell when it was written: remove it with the store's own tool"
@@ -166,15 +165,14 @@ def _reason_to_keep(upload: IncompleteUpload, arguments: argparse.Namespace) -> 
     return ""
 
 
-def _policy(arguments: argparse.Namespace) -> KeepPolicy:
-
+def _policy(arguments: Namespace) -> KeepPolicy:
     selects = arguments.superseded or arguments.incomplete
     if arguments.keep_last is None and not selects:
         raise RecipeError(
             "no checkpoints were selected to keep",
-            where="ckpt prune",
-            value="no --keep-last",
-            hint="add --keep-last N (try it with --dry-run first), --superseded, or --incomplete",
+            "ckpt prune",
+            "no --keep-last",
+            "add --keep-last N (try it with --dry-run first), --superseded, or --incomplete",
         )
     for name, needed in _NEEDED.items():
         if getattr(arguments, name) and not getattr(arguments, needed):
@@ -191,27 +189,24 @@ def _policy(arguments: argparse.Namespace) -> KeepPolicy:
     )
 
 
-def _metric(arguments: argparse.Namespace) -> str:
+def _metric(arguments: Namespace) -> str:
     # An empty name, as of a variable that is not set, is an error, not the default.
     return _METRIC if arguments.metric is None else arguments.metric
 
 
-def _check_selection(
-    arguments: argparse.Namespace, known: set[int], losses: Iterable[Mapping[str, Any]]
-) -> None:
+def _check_selection(arguments: Namespace, known: set[int], losses: Iterable[Values]) -> None:
     """Raise :class:`RecipeError` for steps or a metric of no checkpoint: the one that was meant would be removed.
 
     *known* are the steps of the complete checkpoints, and *losses* the values of those that were validated.
     """
-
     missing = sorted(set(arguments.keep_steps or ()) - known)
     if missing:
         existing = ", ".join(map(str, sorted(known)[-_MAX_STEPS:]))
         raise RecipeError(
             "no complete checkpoint has this step",
-            where="--keep-steps",
-            value=", ".join(map(str, missing)),
-            hint=f"correct or remove it; the newest steps are {existing}",
+            "--keep-steps",
+            ", ".join(map(str, missing)),
+            f"correct or remove it; the newest steps are {existing}",
         )
     metric = _metric(arguments)
     names = {name for each in losses for name in each if metric_of(each, name) is not None}
@@ -219,20 +214,19 @@ def _check_selection(
         shown = ", ".join(sorted(names - {"step", "epoch"}))
         raise RecipeError(
             "no checkpoint has the metric that --keep-best ranks by",
-            where="--metric",
-            value=metric,
-            hint=f"use {shown}" if shown else "leave out --keep-best: no checkpoint was validated",
+            "--metric",
+            metric,
+            f"use {shown}" if shown else "leave out --keep-best: no checkpoint was validated",
         )
 
 
 def _remove(
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     run: Path,
-    removable: Mapping[str, int],
+    removable: Counts,
     check_lease: Callable[[], None],
 ) -> dict[str, int]:
     """Remove checkpoints or their optimizer state; map each name to the number of bytes that were freed."""
-
     if not arguments.drop_optimizer:
         removed = maintenance.remove(run, removable, check_lease=check_lease)
         return {name: removable[name] for name in removed}
@@ -245,9 +239,9 @@ def _remove(
 
 
 def _print_result(
-    arguments: argparse.Namespace,
-    freed: Mapping[str, int],
-    incomplete: Sequence[Mapping[str, Any]] = (),
+    arguments: Namespace,
+    freed: Counts,
+    incomplete: Sequence[Values] = (),
 ) -> None:
     """Print what was *freed*, and the *incomplete* uploads that are kept."""
     if arguments.json:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+from argparse import Namespace
 from pathlib import Path
 
 from automodel_ckpt.base.store_url import is_store_url, public
+from automodel_ckpt.base.terminal import print_error
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.cli.common.arguments import RUN
+from automodel_ckpt.cli.common.output import print_document
 from automodel_ckpt.cli.common.paths import run_with_logs
-from automodel_ckpt.cli.common.terminal import print_document, print_error, printable
 from automodel_ckpt.errors import RecipeError
 
 USAGE = f"""
@@ -20,20 +21,20 @@ Make a running ckpt-train save at its next step, and print the path of the publi
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt save``. Raises :class:`RecipeError` if no job runs there, and SaveFailed if it does not save."""
     from automodel_ckpt.checkpoint.run.lock_file import request_save
 
     if is_store_url(arguments.path):
         raise RecipeError(
             "a running job is found in its local directory, not in its store",
-            where="ckpt save",
-            value=public(arguments.path),
-            hint="specify the local checkpoint_dir, or checkpoint.scratch_dir, on the node of rank 0",
+            "ckpt save",
+            public(arguments.path),
+            "specify the local checkpoint_dir, or checkpoint.scratch_dir, on the node of rank 0",
         )
     directory = Path(arguments.path)
     # A new run has no checkpoint yet.
     if os.path.lexists(directory / "checkpoints" / layout.LOCK_FILE):
         directory /= "checkpoints"
     path = request_save(run_with_logs(directory), print_error)
-    return print_document(arguments, {"checkpoint": str(path)}, [printable(str(path))])
+    return print_document(arguments, {"checkpoint": str(path)}, str(path))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.base.units import counted, values_text
+from automodel_ckpt.base.terminal import colored, print_error
+from automodel_ckpt.base.units import counted, size_text, values_text
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run.notes import recall_losses
@@ -27,18 +28,11 @@ from automodel_ckpt.cli.common.checkpoint_tables import (
     tensor_lines,
     totals,
 )
+from automodel_ckpt.cli.common.output import age_facts, print_document
 from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate_one, reject_url, sparse_copy
-from automodel_ckpt.cli.common.terminal import (
-    age_facts,
-    colored,
-    print_document,
-    print_error,
-    printable,
-    size_text,
-)
-from automodel_ckpt.config.help.changes import saved_recipe
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, describe
+from automodel_ckpt.config.changes import saved_recipe
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, describe, printable
 
 _WIDTH = 78
 USAGE = f"""
@@ -52,9 +46,8 @@ only in numbers are grouped. The exit code is 3 if a part cannot be read.
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt show``. The exit code is 3 if files cannot be read, or if ``--stats`` finds a damaged tensor."""
-
     if is_url(arguments.path):
         return _show_remote(arguments)
     path = whole_checkpoint(Path(arguments.path))
@@ -70,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _show_remote(arguments: argparse.Namespace) -> int:
+def _show_remote(arguments: Namespace) -> int:
     """Show a checkpoint in an object store, reading its values but no tensors."""
     if arguments.stats:
         reject_url(arguments.path, "show --stats")
@@ -80,13 +73,11 @@ def _show_remote(arguments: argparse.Namespace) -> int:
     return print_document(arguments, document, _lines(document, everything=arguments.tensors))
 
 
-def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
+def _document(path: Path, manifest: Manifest, stats: bool) -> ValueDict:
     """Return the document of ``ckpt show --json`` for a checkpoint of this program."""
     from automodel_ckpt.checkpoint.state.display import plain_state
 
-    problems = verify(path, manifest, "size") if stats else []
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
+    CheckpointUnusable.check(verify(path, manifest, "size") if stats else [])
     return {
         "path": str(path),
         "step": manifest.step,
@@ -107,7 +98,7 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
     }
 
 
-def _tree(path: Path, tree: Tree, stats: bool) -> dict[str, Any]:
+def _tree(path: Path, tree: Tree, stats: bool) -> ValueDict:
     from automodel_ckpt.checkpoint.state.display import optimizer_groups
 
     tensors = {}
@@ -128,7 +119,7 @@ def _tree(path: Path, tree: Tree, stats: bool) -> dict[str, Any]:
     }
 
 
-def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
+def _lines(document: Values, *, everything: bool) -> Iterator[str]:
     """Format the document of a checkpoint, of this or another program, for a terminal.
 
     With *everything*, lists all tensors and files, the recipe and the environment.
@@ -159,7 +150,7 @@ def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
         yield from _recipe_lines(document, everything)
 
 
-def _tree_lines(name: str, tree: Mapping[str, Any], everything: bool) -> Iterator[str]:
+def _tree_lines(name: str, tree: Values, everything: bool) -> Iterator[str]:
     tensors = tree["tensors"]
     place = "here" if name == "." else name
     title = f"{place} ({tree['format']}): {totals(tensors)}"
@@ -167,16 +158,15 @@ def _tree_lines(name: str, tree: Mapping[str, Any], everything: bool) -> Iterato
         title += f", {values_text(tree['values'])}"
     problem = tree.get("problem")
     content = [problem] if problem else tensor_lines(tensors, everything)
-    for alias, stored_name in tree.get("tied", {}).items():
-        content.append(f"{alias} = {stored_name}")
-    yield from section(title, content)
+    tied = [f"{alias} = {stored_name}" for alias, stored_name in tree.get("tied", {}).items()]
+    yield from section(title, [*content, *tied])
     groups = [line for options in tree.get("groups", ()) for line in _group_lines(options)]
     yield from section(f"{name}: parameter groups", groups)
     for title, details in tree.get("details", {}).items():
         yield from section(title, details)
 
 
-def _recipe_lines(document: Mapping[str, Any], everything: bool) -> Iterator[str]:
+def _recipe_lines(document: Values, everything: bool) -> Iterator[str]:
     if everything:
         yield from section("recipe", pairs(document["config"]))
         yield from section("environment", pairs(document["environment"]))
@@ -185,11 +175,12 @@ def _recipe_lines(document: Mapping[str, Any], everything: bool) -> Iterator[str
     yield "`ckpt show --tensors` lists all tensors and files, the recipe and the environment"
 
 
-def _group_lines(options: Mapping[str, Any]) -> list[str]:
+def _group_lines(options: Values) -> list[str]:
     """Format the options of a parameter group that are set."""
-    used = []
-    for name, value in options.items():
-        if name != "params" and value is not None and value is not False:
-            used.append(f"{name} {value}")
+    used = [
+        f"{name} {value}"
+        for name, value in options.items()
+        if name != "params" and value is not None and value is not False
+    ]
     text = f"{options.get('params', '?')} parameters: {', '.join(used)}"
     return textwrap.wrap(text, _WIDTH, subsequent_indent="  ")

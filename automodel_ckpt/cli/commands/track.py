@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import importlib.util
 import threading
-from collections.abc import Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.cli.common.arguments import RUN
+from automodel_ckpt.cli.common.output import print_document
 from automodel_ckpt.cli.common.paths import run_with_logs
-from automodel_ckpt.cli.common.terminal import print_document, printable
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from automodel_ckpt.logs.trackers import TRACKERS
 
@@ -28,7 +28,7 @@ saves. During training, use logging.trackers instead.
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt track``.
 
     Raises :class:`RecipeError` if the tracker's library is not installed, or another process uploads the log,
@@ -42,16 +42,16 @@ def run(arguments: argparse.Namespace) -> int:
     if not (run / layout.TRAINING_LOG).exists():
         raise CheckpointUnusable(
             "the run has no log to upload",
-            where=str(run / layout.TRAINING_LOG),
-            value="no such file",
-            hint="use the directory of a run, the checkpoint.checkpoint_dir of its recipe",
+            run / layout.TRAINING_LOG,
+            "no such file",
+            "use the directory of a run, the checkpoint.checkpoint_dir of its recipe",
         )
     if importlib.util.find_spec(arguments.to) is None:
         raise RecipeError(
             "the library of the tracker is not installed",
-            where="--to",
-            value=arguments.to,
-            hint=f"pip install {arguments.to}",
+            "--to",
+            arguments.to,
+            f"pip install {arguments.to}",
         )
     options = _options(arguments.option)
     _check_options(arguments.to, options)
@@ -63,9 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         if not is_locked:
             raise RecipeError(
                 "another process is uploading this run's log",
-                where="ckpt track",
-                value=str(run),
-                hint="wait until it finishes; during training, use logging.trackers in the recipe",
+                "ckpt track",
+                str(run),
+                "wait until it finishes; during training, use logging.trackers in the recipe",
             )
         with _collecting_failures(reasons):
             Follower(
@@ -74,17 +74,15 @@ def run(arguments: argparse.Namespace) -> int:
     if reasons:
         raise SaveFailed(
             "the tracker failed, and does not have the whole log",
-            where=f"--to {arguments.to}",
-            value=reasons[0],
-            hint="correct the cause, then run this command again: it uploads what the tracker lacks",
+            f"--to {arguments.to}",
+            reasons[0],
+            "correct the cause, then run this command again: it uploads what the tracker lacks",
         )
     document = {"path": str(run), "tracker": arguments.to, "step": last}
-    return print_document(
-        arguments, document, [printable(f"{arguments.to} has {run} up to step {last}")]
-    )
+    return print_document(arguments, document, f"{arguments.to} has {run} up to step {last}")
 
 
-@contextlib.contextmanager
+@contextmanager
 def _collecting_failures(reasons: list[str]) -> Iterator[None]:
     """Add the exceptions of threads to *reasons* inside this context: Python prints their tracebacks.
 
@@ -102,7 +100,7 @@ def _collecting_failures(reasons: list[str]) -> Iterator[None]:
         threading.excepthook = before
 
 
-def _check_options(tracker: str, options: Mapping[str, Any]) -> None:
+def _check_options(tracker: str, options: Values) -> None:
     """Raise :class:`RecipeError` for an option that the tracker does not have."""
     from automodel_ckpt.config.keys.monitoring import TRACKER_OPTIONS
 
@@ -111,13 +109,13 @@ def _check_options(tracker: str, options: Mapping[str, Any]) -> None:
         if name not in known:
             raise RecipeError(
                 f"{tracker} has no such option",
-                where="--option",
-                value=name,
-                hint=f"use {', '.join(known)}",
+                "--option",
+                name,
+                f"use {', '.join(known)}",
             )
 
 
-def _options(words: list[str]) -> dict[str, Any]:
+def _options(words: list[str]) -> ValueDict:
     """Parse the values of ``--option``. Raises :class:`RecipeError` for one without ``=``."""
     from automodel_ckpt.config.tree.yaml_tree import untyped
 
@@ -125,8 +123,6 @@ def _options(words: list[str]) -> dict[str, Any]:
     for word in words:
         key, separator, value = word.partition("=")
         if not separator:
-            raise RecipeError(
-                "invalid option", where="--option", value=word, hint="use the form KEY=VALUE"
-            )
+            raise RecipeError("invalid option", "--option", word, "use the form KEY=VALUE")
         options[key] = untyped(value)
     return options

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.base.terminal import colored, printable_lines
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, has_manifest
 from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.notes import note_verifications
 from automodel_ckpt.cli.common.arguments import PATH
+from automodel_ckpt.cli.common.output import print_document, problem_json
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate, remote_problems
-from automodel_ckpt.cli.common.terminal import (
-    colored,
-    print_document,
-    printable,
-    printable_lines,
-    problem_json,
-)
-from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem
+from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem, printable
 
 _UNVERIFIABLE = "unverifiable: no digests"
 _GONE = "the checkpoint was removed while it was verified"
@@ -43,9 +38,8 @@ Verify the digest of every file of a checkpoint and its exports, or of all check
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt verify`` and print every problem. The exit code is 3 if there is one."""
-
     if is_url(arguments.path):
         return _verify_remote(arguments)
     path = Path(arguments.path)
@@ -54,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         targets = [whole_checkpoint(path)]
     else:
         targets = [run / str(name) for name in reversed(resume.checkpoint_names(run))]
-    results: list[Result] = []
-    removed: list[Path] = []
+    results = []
+    removed = []
     for target in targets:
         found = _verified(target, arguments)
         if os.path.lexists(target):
@@ -76,9 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _report(results, removed, arguments)
 
 
-def _report(
-    results: Sequence[Result], removed: Sequence[Path], arguments: argparse.Namespace
-) -> int:
+def _report(results: Sequence[Result], removed: Sequence[Path], arguments: Namespace) -> int:
     """Print the results, and which checkpoints were *removed* meanwhile. Return the exit code."""
     documents = []
     lines = []
@@ -101,19 +93,19 @@ def _verdict(problems: Sequence[Problem]) -> str:
     return colored("damaged", "red", sys.stdout)
 
 
-def _verify_remote(arguments: argparse.Namespace) -> int:
+def _verify_remote(arguments: Namespace) -> int:
     """Verify checkpoints in an object store: that all files are there with their sizes, with --deep their digests."""
     run, name = locate(arguments.path)
     names = [name] if name else [str(found.name) for found in run.checkpoints()]
     if not names:
         raise CheckpointUnusable(
             "no complete checkpoint found",
-            where=str(run.store),
-            value="",
-            hint="check the URL",
+            run.store,
+            "",
+            "check the URL",
         )
-    results: list[Result] = []
-    removed: list[Path] = []
+    results = []
+    removed = []
     for each in reversed(names):
         try:
             _, manifest = run.complete_manifest(each)
@@ -135,7 +127,7 @@ def _verify_remote(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _verified(checkpoint: Path, arguments: argparse.Namespace) -> list[Result]:
+def _verified(checkpoint: Path, arguments: Namespace) -> list[Result]:
     """Return the problems of *checkpoint*, and of the exports in it. An export may also be verified alone."""
     from automodel_ckpt.checkpoint.export.export_manifest import export_problems, exports_in
     from automodel_ckpt.cli.common.external_checkpoints import is_external
@@ -163,9 +155,8 @@ def _verified(checkpoint: Path, arguments: argparse.Namespace) -> list[Result]:
             problems += [each for each in deep if each not in problems]
     except CheckpointUnusable as error:
         problems = list(error.problems)
-    results: list[Result] = [(checkpoint, problems)]
-    if os.path.lexists(checkpoint / layout.MANIFEST):
-        for export in exports_in(checkpoint):
-            found = export_problems(export, num_threads=arguments.num_threads)
-            results.append((export, found))
-    return results
+    exports = exports_in(checkpoint) if has_manifest(checkpoint) else ()
+    return [
+        (checkpoint, problems),
+        *((each, export_problems(each, num_threads=arguments.num_threads)) for each in exports),
+    ]

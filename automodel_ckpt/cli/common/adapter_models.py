@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.checkpoint.files.type_aliases import Counts, ValueDict
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, unusable
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.imports.adapter_import import (
@@ -52,8 +53,8 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     from automodel_ckpt.checkpoint.state.module_tensors import tensor_specs
     from automodel_ckpt.convert.formats.format import ModelParameter
     from automodel_ckpt.convert.imports.adapter_import import AdapterModel
+    from automodel_ckpt.models.inspect.interface import num_embeddings
     from automodel_ckpt.models.inspect.signature import empty_model, parameters_of
-    from automodel_ckpt.models.inspect.vocabulary import num_embeddings
     from automodel_ckpt.models.layers.adapter import add_adapters
     from automodel_ckpt.models.layers.adapter_layers import find_parameters
     from automodel_ckpt.models.layers.lora import Lora
@@ -65,8 +66,7 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     model = empty_model(directory, hint=_HINT)
     model.tie_weights()
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    parameters = find_parameters(model, settings.lora["target_parameters"])
-    targets = _layers(settings.targets, parameters)
+    targets = _layers(settings.targets, find_parameters(model, settings.lora["target_parameters"]))
     if missing := [
         name for name in (*targets, *settings.lora["modules_to_save"]) if name not in modules
     ]:
@@ -89,8 +89,7 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     shapes = {key: spec.shape for key, spec in tensor_specs(adapted.model).items()}
     trained = [ModelParameter(*listed) for listed in parameters_of(adapted.model)]
     is_tied = bool(model.all_tied_weights_keys)
-    document = peft_document(adapted.peft_config)
-    section = _section(lora, document["target_modules"], is_tied=is_tied)
+    section = _section(lora, peft_document(adapted.peft_config)["target_modules"], is_tied=is_tied)
     return AdapterModel(tuple(trained), shapes, files, directory, section, vocab_size)
 
 
@@ -102,9 +101,9 @@ def _directory_of(base: str, revision: str | None) -> Path:
     try:
         directory = base_directory(base, revision) if base else None
     except (OSError, ValueError) as error:
-        _raise(_NOT_FOUND, base, str(error)[:300])
+        raise unusable(_NOT_FOUND, base, str(error)[:300], _HINT) from error
     if directory is None:
-        _raise(_NOT_FOUND, base, "no such directory")
+        raise unusable(_NOT_FOUND, base, "no such directory", _HINT)
     return directory
 
 
@@ -115,13 +114,13 @@ def _layers(targets: Iterable[str], parameters: Iterable[str]) -> list[str]:
     return [name for name in targets if name.replace(_WRAPPED, "") not in with_parameters]
 
 
-def _resize(model: Any, rows: Mapping[str, int]) -> int | None:
+def _resize(model: Any, rows: Counts) -> int | None:
     """Resize the vocabulary of *model* to the *rows* of its embedding, by module.
 
     Returns None when that is not necessary. Raises :class:`RecipeError` if only one of embedding and output layer is
     stored, and they are not tied: peft does not save the other one if it is not adapted.
     """
-    from automodel_ckpt.models.inspect.vocabulary import num_embeddings
+    from automodel_ckpt.models.inspect.interface import num_embeddings
 
     names = {id(module): name for name, module in model.named_modules()}
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -134,9 +133,9 @@ def _resize(model: Any, rows: Mapping[str, int]) -> int | None:
         # The caller adds where the adapter is, and that it can be merged by the program that has it.
         raise RecipeError(
             "the vocabulary was resized, and the adapter's file does not have all weights of the new size",
-            where="model.vocab_size",
-            value=", ".join(f"{end}: {rows.get(end, 'not there')}" for end in ends),
-            hint="",
+            "model.vocab_size",
+            ", ".join(f"{end}: {rows.get(end, 'not there')}" for end in ends),
+            "",
         )
     (vocab_size,) = found
     model.resize_token_embeddings(vocab_size, mean_resizing=False)
@@ -144,12 +143,12 @@ def _resize(model: Any, rows: Mapping[str, int]) -> int | None:
     return vocab_size
 
 
-def _section(lora: Lora, peft_targets: list[str] | str, *, is_tied: bool) -> dict[str, Any]:
+def _section(lora: Lora, peft_targets: list[str] | str, *, is_tied: bool) -> ValueDict:
     """Return the ``peft`` section of a recipe with this adapter; *peft_targets* are suffixes of names, if possible.
 
     *is_tied*: the base has tied weights.
     """
-    section: dict[str, Any] = {"r": lora.r, "alpha": lora.alpha}
+    section: ValueDict = {"r": lora.r, "alpha": lora.alpha}
     targets = list(lora.target_modules)
     if isinstance(peft_targets, list):
         targets = peft_targets
@@ -169,14 +168,10 @@ def _raise_missing(
 ) -> NoReturn:
     raise CheckpointUnusable(
         "the base has no such layers",
-        where=str(directory),
-        value=f"{', '.join(missing[:_MAX_NAMED])}; the base is a {model}, task_type of the adapter: {task_type}",
-        hint="name the base that it was trained on with --base; layers of single experts, and those with the "
+        directory,
+        f"{', '.join(missing[:_MAX_NAMED])}; the base is a {model}, task_type of the adapter: {task_type}",
+        "name the base that it was trained on with --base; layers of single experts, and those with the "
         "names of another version of transformers: merge it with the versions that saved it (merge_and_unload); "
         "an adapter on a base with another head: start a run with its weights (recipe: sequence_classification or "
         "embedding, a section peft like its config, init_from.path: the adapter)",
     )
-
-
-def _raise(what: str, where: str, value: str) -> NoReturn:
-    raise CheckpointUnusable(what, where=where, value=value, hint=_HINT)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.cli.common.paths import check_working_directory
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
+from automodel_ckpt.cli.launch.process import check_working_directory
 from automodel_ckpt.errors import RecipeError
 
 WHERE = "a run directory, a checkpoint, or a pointer such as checkpoints/LATEST"
@@ -48,7 +49,7 @@ PATHS = frozenset(
 Types = Mapping[str, Callable[[str], Any]]
 
 
-def options_in(text: str, types: Types | None = None) -> Iterator[tuple[list[str], dict[str, Any]]]:
+def options_in(text: str, types: Types | None = None) -> Iterator[tuple[list[str], ValueDict]]:
     """Yield the names and the settings of argparse of each argument in a table.
 
     A line is ``NAMES WORDS | help``. Lines that begin with two spaces continue the help before. Words are a metavar,
@@ -60,7 +61,7 @@ def options_in(text: str, types: Types | None = None) -> Iterator[tuple[list[str
         words, _, description = line.partition("| ")
         name, *others = words.split()
         names = [name]
-        settings: dict[str, Any] = {"help": description}
+        settings: ValueDict = {"help": description}
         if types and name in types:
             settings["type"] = types[name]
         for word in others:
@@ -73,9 +74,9 @@ def options_in(text: str, types: Types | None = None) -> Iterator[tuple[list[str
         yield names, settings
 
 
-def _setting(word: str) -> dict[str, Any]:
+def _setting(word: str) -> ValueDict:
     """The setting of argparse that a word of a table is."""
-    fixed: dict[str, dict[str, Any]] = {
+    fixed: dict[str, ValueDict] = {
         "required": {"required": True},
         "repeat": {"action": "append", "default": []},
         "int": {"type": int},
@@ -96,7 +97,7 @@ def _setting(word: str) -> dict[str, Any]:
     return {"metavar": word}
 
 
-def add_usage(command: argparse.ArgumentParser, usage: str, types: Types | None = None) -> None:
+def add_usage(command: ArgumentParser, usage: str, types: Types | None = None) -> None:
     """Set the description of a command's parser, and add its arguments, which follow after a blank line."""
     description, _, arguments = usage.strip().partition("\n\n")
     command.description = description.replace("\n", " ")
@@ -104,7 +105,7 @@ def add_usage(command: argparse.ArgumentParser, usage: str, types: Types | None 
         command.add_argument(*names, **settings)
 
 
-def resolve_paths(arguments: argparse.Namespace) -> None:
+def resolve_paths(arguments: Namespace) -> None:
     """Check each path, and replace ``~/`` at its beginning by the home directory of the user.
 
     Shells do this for ``-o ~/model``, but not for ``--output=~/model``. Raises :class:`RecipeError` for an empty path,
@@ -116,9 +117,9 @@ def resolve_paths(arguments: argparse.Namespace) -> None:
         if value == "" or (isinstance(value, list) and "" in value):
             raise RecipeError(
                 "a path is empty",
-                where=f"ckpt {arguments.command}",
-                value="''",
-                hint="check the variable that it comes from; . is the current directory",
+                f"ckpt {arguments.command}",
+                "''",
+                "check the variable that it comes from; . is the current directory",
             )
         if isinstance(value, list):
             setattr(arguments, name, [_expanded(each) for each in value])
@@ -145,10 +146,10 @@ def without_effect(command: str, option: str, value: Any, condition: str) -> Rec
     """Return the error of an *option* that was given although it has no effect, such as ``without --keep-best``."""
     return RecipeError(
         f"this option has no effect {condition}",
-        where=f"ckpt {command} {option}",
+        f"ckpt {command} {option}",
         # A flag has no value.
-        value="" if value is True else value,
-        hint=f"remove {option}",
+        "" if value is True else value,
+        f"remove {option}",
     )
 
 
@@ -159,11 +160,11 @@ def number_at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
         try:
             number = int(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number") from error
+            raise ArgumentTypeError(f"{text} is not a whole number") from error
         if number < least:
-            raise argparse.ArgumentTypeError(f"{number} is less than {least}")
+            raise ArgumentTypeError(f"{number} is less than {least}")
         if number > most:
-            raise argparse.ArgumentTypeError(f"{number} is more than {most}")
+            raise ArgumentTypeError(f"{number} is more than {most}")
         return number
 
     return whole_number

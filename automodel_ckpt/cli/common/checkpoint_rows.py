@@ -7,16 +7,16 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.layout import CheckpointName
+from automodel_ckpt.checkpoint.files.type_aliases import Metrics, Strings
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.manifest import Summary
+from automodel_ckpt.checkpoint.parts.manifest import Summary, has_manifest
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.links import pinned_names
 from automodel_ckpt.checkpoint.run.notes import Verification, recall_losses, recall_verifications
-from automodel_ckpt.cli.common import external_checkpoints
+from automodel_ckpt.cli.common.external_checkpoints import first, is_external, row_fields
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
 from automodel_ckpt.cli.common.remote import in_parallel, locate
 from automodel_ckpt.errors import CheckpointUnusable
@@ -41,13 +41,13 @@ class Row:
     val_loss: float | None = None
     nbytes: int | None = None
     created: float | None = None
-    pointers: tuple[str, ...] = ()
+    pointers: Strings = ()
     reason: str = ""
     foreign: bool = False
     verified: float | None = None
     damaged: bool = False
     consumed_samples: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,24 +72,22 @@ class RunRow:
 
 def rows_of(run: Path) -> list[Row]:
     """Return a row for each directory of a run that is, or looks like, a checkpoint; oldest first."""
-
     pointers = _pointers(run)
     notes = recall_verifications(run)
     # Pointers and pins are links to checkpoints, which have their own rows; a link with the name of a checkpoint leads
     # to one that was moved to another disk.
     named = {str(name) for name in resume.checkpoint_names(run)}
-    candidates = []
-    for entry in os.scandir(run):
-        is_moved = entry.is_symlink() and entry.name in named
-        if is_moved or entry.is_dir(follow_symlinks=False):
-            candidates.append(Path(entry.path))
-    rows = []
-    for path in candidates:
-        if _looks_like_checkpoint(path):
-            rows.append(row_of(path, pointers, notes))
-    for target, names in pointers.items():
-        if not os.path.lexists(run / target):
-            rows.append(_unusable_row(target, "missing: no such checkpoint", names))
+    candidates = [
+        Path(entry.path)
+        for entry in os.scandir(run)
+        if (entry.is_symlink() and entry.name in named) or entry.is_dir(follow_symlinks=False)
+    ]
+    rows = [row_of(path, pointers, notes) for path in candidates if _looks_like_checkpoint(path)]
+    rows += [
+        _unusable_row(target, "missing: no such checkpoint", names)
+        for target, names in pointers.items()
+        if not os.path.lexists(run / target)
+    ]
     return sorted(rows, key=_row_order)
 
 
@@ -98,7 +96,6 @@ def remote_rows(url: str) -> list[Row]:
 
     Raises :class:`CheckpointUnusable` if there is none.
     """
-
     run, only = locate(url)
     pointers = _by_target((pointer, run.pointed(pointer)) for pointer in layout.POINTERS)
     named = [name for name in run.names() if only in (None, str(name))]
@@ -115,15 +112,12 @@ def remote_rows(url: str) -> list[Row]:
 
     rows = in_parallel(row, named)
     if not rows:
-        raise CheckpointUnusable(
-            "no checkpoints found", where=str(run.store), value="", hint="check the URL"
-        )
+        raise CheckpointUnusable("no checkpoints found", run.store, "", "check the URL")
     return sorted(rows, key=_row_order)
 
 
 def single_row(path: Path) -> Row:
     """Return the row of one checkpoint, with the pointers and verification results of its run."""
-
     checkpoint = whole_checkpoint(path)
     run = checkpoint.parent
     if run_directory(run) != run:
@@ -180,11 +174,15 @@ def named_rows(paths: Sequence[Path]) -> list[Row]:
             row = replace(row, reason=f"{value}: {place}; {row.reason}")
         # What the files state counts more than the name.
         train, val = metrics.get("train_loss", metrics.get("loss")), metrics.get("val_loss")
-        own: dict[str, Any] = {
-            "train_loss": train if row.train_loss is None else row.train_loss,
-            "val_loss": val if row.val_loss is None else row.val_loss,
-        }
-        rows.append(replace(row, **own, consumed_samples=found.consumed_samples, metrics=metrics))
+        rows.append(
+            replace(
+                row,
+                train_loss=first(row.train_loss, train),
+                val_loss=first(row.val_loss, val),
+                consumed_samples=found.consumed_samples,
+                metrics=metrics,
+            )
+        )
     return sorted(rows, key=_row_order)
 
 
@@ -195,7 +193,6 @@ def row_of(
 
     *pointers* and *notes* map the names of the run's checkpoints to their pointers and verification results.
     """
-
     name = path.name
     pointers_here = tuple(pointers.get(name, ()))
     if layout.is_staging(name):
@@ -204,12 +201,10 @@ def row_of(
         reason = f"moved to {os.readlink(path)}, which does not exist"
         return _unusable_row(name, reason, pointers_here)
     try:
-        has_manifest = bool(os.lstat(path / layout.MANIFEST))
+        os.lstat(path / layout.MANIFEST)
     except PermissionError as error:
         return _unusable_row(name, f"cannot be read: {error.strerror}", pointers_here)
     except OSError:
-        has_manifest = False
-    if not has_manifest:
         return _row_without_manifest(path, *_position(name), pointers_here)
     try:
         summary = Summary.read(path)
@@ -219,11 +214,8 @@ def row_of(
     return _summary_row(path, summary, pointers_here, notes.get(name))
 
 
-def _summary_row(
-    path: Path, summary: Summary, pointers: tuple[str, ...], note: Verification | None
-) -> Row:
+def _summary_row(path: Path, summary: Summary, pointers: Strings, note: Verification | None) -> Row:
     """Return the row of a checkpoint with a readable manifest."""
-
     is_damaged = note is not None and not note.ok
     reasons = {
         "damaged: run `ckpt verify` for details": is_damaged,
@@ -251,10 +243,9 @@ def _summary_row(
 
 
 def _row_without_manifest(
-    path: Path, step: int | None, epoch: int | None, pointers: tuple[str, ...]
+    path: Path, step: int | None, epoch: int | None, pointers: Strings
 ) -> Row:
-
-    fields = external_checkpoints.row_fields(path)
+    fields = row_fields(path)
     if fields is None:
         what = "external" if step is None else "torn or external"
         fields = {"reason": f"{what}: no {layout.MANIFEST}"}
@@ -262,8 +253,8 @@ def _row_without_manifest(
         fields["train_loss"] = _number(fields["train_loss"])
         fields["val_loss"] = _number(fields["val_loss"])
         # As in an import, the files count more than the name: NeMo AutoModel's names count steps from 0.
-        step = external_checkpoints.first(fields.pop("step"), step)
-        epoch = external_checkpoints.first(fields.pop("epoch"), epoch)
+        step = first(fields.pop("step"), step)
+        epoch = first(fields.pop("epoch"), epoch)
     return Row(path.name, False, step, epoch, pointers=pointers, **fields)
 
 
@@ -282,14 +273,12 @@ def _position(name: str) -> tuple[int | None, int | None]:
 
     Returns None when it has none.
     """
-
     parsed = layout.parse_checkpoint_name(layout.staged_name(name) or name)
     return (parsed.step, parsed.epoch) if parsed else (None, None)
 
 
 def _pointers(run: Path) -> dict[str, list[str]]:
     """Map the name of each checkpoint to the pointers to it, and ``pinned``."""
-
     links = [(pointer, commit.pointed(run, pointer)) for pointer in layout.POINTERS]
     return _by_target([*links, *(("pinned", name) for name in pinned_names(run))])
 
@@ -304,13 +293,12 @@ def _by_target(links: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
-
     name = path.name
     if layout.parse_checkpoint_name(name) or layout.is_superseded(name) or layout.is_staging(name):
         return True
-    if os.path.lexists(path / layout.MANIFEST) or os.path.lexists(path / "model"):
+    if has_manifest(path) or os.path.lexists(path / "model"):
         return True
-    return external_checkpoints.is_external(path)
+    return is_external(path)
 
 
 def _number(value: object) -> float | None:

@@ -8,23 +8,18 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from automodel_ckpt.base.units import counted
-from automodel_ckpt.cli.common.terminal import (
-    colored,
-    printable,
-    problem_from_json,
-    problem_json,
-    size_text,
-    table,
-)
-from automodel_ckpt.errors import CheckpointUnusable, Problem
+from automodel_ckpt.base.terminal import colored
+from automodel_ckpt.base.units import counted, size_text
+from automodel_ckpt.checkpoint.files.type_aliases import Counts, ValueDict, Values
+from automodel_ckpt.cli.common.output import problem_from_json, problem_json, table
+from automodel_ckpt.errors import CheckpointUnusable, Problem, printable
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.parts.slices import Tensor
 
-TensorEntry = Mapping[str, Any]
+TensorEntry = Values
 """A tensor in the document of ``ckpt show --json``: dtype, shape, slices; with ``--stats``, statistics or damaged."""
 
 _STATISTICS = ("min", "max", "mean", "std", "norm")
@@ -35,7 +30,7 @@ _NUMBER_IN_NAME = re.compile(r"(?<=\.)[0-9]+(?=\.)", re.ASCII)
 # ---------------------------------------------------------------- statistics of tensors
 
 
-def statistics(root: Path, tensor: Tensor) -> dict[str, Any]:
+def statistics(root: Path, tensor: Tensor) -> ValueDict:
     """Read a tensor and return its entry ``statistics``, or ``damaged``, a list of problems."""
     from automodel_ckpt.checkpoint.tensors.statistics import statistics_of
 
@@ -45,7 +40,7 @@ def statistics(root: Path, tensor: Tensor) -> dict[str, Any]:
         return {"damaged": [problem_json(problem) for problem in error.problems]}
 
 
-def damage_in(document: Mapping[str, Any]) -> list[Problem]:
+def damage_in(document: Values) -> list[Problem]:
     """Return the damage in a document: trees that cannot be opened, and with statistics, damaged tensors."""
     problems = []
     for tree in document["trees"].values():
@@ -69,7 +64,7 @@ def section(title: str, content: Iterable[str]) -> Iterator[str]:
         yield "  " + printable(line)
 
 
-def pairs(values: Mapping[str, Any]) -> list[str]:
+def pairs(values: Values) -> list[str]:
     """Format a mapping as two columns. Keys of nested mappings are dotted; values that are None are omitted."""
     from automodel_ckpt.checkpoint.tensors.difference import flatten
 
@@ -80,7 +75,7 @@ def pairs(values: Mapping[str, Any]) -> list[str]:
 # ---------------------------------------------------------------- files
 
 
-def file_lines(files: Mapping[str, int], everything: bool) -> list[str]:
+def file_lines(files: Counts, everything: bool) -> list[str]:
     """Format a table of files and their sizes in bytes; unless *everything* is set, one line per directory."""
     if everything:
         return table([(name, size_text(size)) for name, size in sorted(files.items())])
@@ -124,7 +119,7 @@ def tensor_lines(tensors: Mapping[str, TensorEntry], everything: bool) -> list[s
     )
     if not everything and not has_statistics:
         return _grouped_lines(tensors)
-    rows: list[tuple[str, ...]] = []
+    rows = []
     if has_statistics:
         rows.append(("tensor", "dtype", "shape", "slices", *_STATISTICS, *_COUNTS.values()))
     for fqn, tensor in tensors.items():
@@ -138,14 +133,10 @@ def tensor_lines(tensors: Mapping[str, TensorEntry], everything: bool) -> list[s
 def _statistics_cells(tensor: TensorEntry) -> list[str]:
     cells = [str(tensor["slices"])]
     if "damaged" in tensor:
-        num_empty = len(_STATISTICS) + len(_COUNTS) - 1
-        return [*cells, "damaged", *[""] * num_empty]
+        return [*cells, "damaged", *[""] * (len(_STATISTICS) + len(_COUNTS) - 1)]
     values = tensor["statistics"]
-    for name in _STATISTICS:
-        cells.append("-" if values[name] is None else f"{values[name]:.4g}")
-    for name in _COUNTS:
-        cells.append(str(values[name]))
-    return cells
+    cells += ["-" if values[name] is None else f"{values[name]:.4g}" for name in _STATISTICS]
+    return [*cells, *(str(values[name]) for name in _COUNTS)]
 
 
 def _grouped_lines(tensors: Mapping[str, TensorEntry]) -> list[str]:
@@ -154,11 +145,10 @@ def _grouped_lines(tensors: Mapping[str, TensorEntry]) -> list[str]:
     Tensors of equal dtype and shape share a line if their names differ only in numbers, such as
     ``model.layers.*.mlp.up_proj.weight``. Optimizer state is counted by its kind.
     """
-    state: dict[str, TensorEntry] = {}
+    state = {fqn: tensor for fqn, tensor in tensors.items() if ".state." in fqn}
     groups: dict[tuple[str, str, str], list[str]] = {}
     for fqn, tensor in tensors.items():
-        if ".state." in fqn:
-            state[fqn] = tensor
+        if fqn in state:
             continue
         key = (_NUMBER_IN_NAME.sub("*", fqn), tensor["dtype"], str(list(tensor["shape"])))
         groups.setdefault(key, []).append(fqn)
@@ -174,8 +164,5 @@ def _state_lines(tensors: Mapping[str, TensorEntry]) -> list[str]:
     """Format a table with one line per kind of optimizer state, such as ``exp_avg``."""
     kinds: dict[str, dict[str, TensorEntry]] = {}
     for fqn, tensor in tensors.items():
-        kind = fqn.rpartition(".")[2]
-        of_kind = kinds.setdefault(kind, {})
-        of_kind[fqn] = tensor
-    rows = [(kind, totals(of_kind)) for kind, of_kind in kinds.items()]
-    return table(rows)
+        kinds.setdefault(fqn.rpartition(".")[2], {})[fqn] = tensor
+    return table([(kind, totals(of_kind)) for kind, of_kind in kinds.items()])

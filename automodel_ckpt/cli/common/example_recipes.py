@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import automodel_ckpt
-from automodel_ckpt.cli.common.terminal import table
+from automodel_ckpt.cli.common.output import table
 from automodel_ckpt.config.schema_keys import closest
 from automodel_ckpt.errors import RecipeError
 
@@ -35,10 +35,9 @@ def copy_example(name: str, directory: str) -> Path:
     recipe = _find_example(name.removesuffix(".yaml"))
     if recipe is None:
         paths = examples()
-        stems = [path.stem for path in paths.values()]
-        meant = closest(name, [*paths, *stems])
+        meant = closest(name, [*paths, *(path.stem for path in paths.values())])
         hint = f"did you mean {meant}?" if meant else "ckpt-train --list lists the example recipes"
-        raise RecipeError("unknown example recipe", where="--copy", value=name, hint=hint)
+        raise RecipeError("unknown example recipe", "--copy", name, hint)
     text = recipe.read_text(encoding="utf-8")
     for used in re.findall(r"^(?:recipe|  path): (\w+\.(?:py|jsonl))\b", text, re.MULTILINE):
         _copy(recipe.with_name(used), Path(directory))
@@ -68,9 +67,7 @@ def _copy(source: Path, directory: Path) -> Path:
             copy.write(source.read_bytes())
     except OSError as error:
         hint = "choose another directory, or remove the existing file"
-        raise RecipeError(
-            "the recipe cannot be copied", where=str(target), value=error.strerror, hint=hint
-        ) from error
+        raise RecipeError("the recipe cannot be copied", target, error.strerror, hint) from error
     return target
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.cli.common.checkpoint_tables import statistics
-from automodel_ckpt.cli.common.terminal import problem_json
+from automodel_ckpt.cli.common.output import problem_json
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.formats.format import Counters
     from automodel_ckpt.convert.imports.external import ExternalTree
-    from automodel_ckpt.errors import Problem
 
+Number = TypeVar("Number", int, float)
 _UNVERIFIABLE = "external checkpoint, unverifiable: no MANIFEST.json"
 _EXPORT = "export: verify it with `ckpt verify`"
 
@@ -46,7 +46,7 @@ def counters_in(path: Path) -> Counters:
         return Counters()
 
 
-def row_fields(path: Path) -> dict[str, Any] | None:
+def row_fields(path: Path) -> ValueDict | None:
     """Return the fields of a row of ``ckpt ls``. Returns None when the directory is in no known format."""
     from automodel_ckpt.convert.imports import external
 
@@ -66,12 +66,12 @@ def row_fields(path: Path) -> dict[str, Any] | None:
     }
 
 
-def first(stated: int | None, named: int | None) -> int | None:
+def first(stated: Number | None, named: Number | None) -> Number | None:
     """The number that the files state, else the one in the name."""
     return named if stated is None else stated
 
 
-def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
+def document(path: Path, stats: bool = False) -> ValueDict | None:
     """Return the document of ``ckpt show --json``. Returns None when the directory is in no known format.
 
     With *stats*, reads the tensors and adds their statistics.
@@ -83,16 +83,6 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
         return None
     name = layout.parse_checkpoint_name(path.name)
     stated = counters_in(path)
-    trees = {}
-    for tree_name, tree in found.trees().items():
-        trees[tree_name] = {
-            "format": tree.format.name,
-            "problem": _text(tree.problems),
-            "damaged": [problem_json(problem) for problem in tree.problems],
-            "values": tree.inventory.num_values,
-            "tensors": _tensors(path / tree_name, tree, stats),
-            "details": {title: list(content) for title, content in tree.details.items()},
-        }
     return {
         "path": str(path),
         "foreign": True,
@@ -104,21 +94,22 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
         "nbytes": found.nbytes,
         "losses": dict(found.losses),
         "files": dict(found.files),
-        "trees": trees,
+        "trees": {
+            tree_name: {
+                "format": tree.format.name,
+                "problem": next((f"{each.what}: {each.value}" for each in tree.problems), ""),
+                "damaged": [problem_json(problem) for problem in tree.problems],
+                "values": tree.inventory.num_values,
+                "tensors": _tensors(path / tree_name, tree, stats),
+                "details": {title: list(content) for title, content in tree.details.items()},
+            }
+            for tree_name, tree in found.trees().items()
+        },
     }
 
 
-def _text(problems: Sequence[Problem]) -> str:
-    """Return the first problem as one line; empty if there is none."""
-    if not problems:
-        return ""
-    return f"{problems[0].what}: {problems[0].value}"
-
-
-def _tensors(directory: Path, tree: ExternalTree, stats: bool) -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = {}
-    for fqn, tensor in tree.inventory.tensors.items():
-        entries[fqn] = asdict(tensor)
+def _tensors(directory: Path, tree: ExternalTree, stats: bool) -> dict[str, ValueDict]:
+    entries = {fqn: asdict(tensor) for fqn, tensor in tree.inventory.tensors.items()}
     if stats and not tree.problems:
         stored = tree.format.stored_tensors(directory)
         for fqn, entry in entries.items():

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.base.durable_io import replace_file
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, ValueDict
 from automodel_ckpt.config.overrides import CommandLine
 from automodel_ckpt.config.tree.yaml_tree import lines, node_of
-from automodel_ckpt.errors import Problem, RecipeError, os_problem
+from automodel_ckpt.errors import Problem, RecipeError
 
 _PAIRS = "text.prompt_completion as_chat=auto"
+# Columns of data -> the builder that reads them, and its arguments. The first that fits is used.
 _BUILDERS = {
     "messages": "chat.messages",
     "conversations": "chat.messages",
@@ -23,7 +23,6 @@ _BUILDERS = {
     "instruction output": f"{_PAIRS} prompt_field=instruction completion_field=output",
     "text": "text.text",
 }
-"""Columns of data -> the builder that reads them, and its arguments. The first that fits is used."""
 _WITH_INPUT = "{{ instruction }}{% if input %}\n\n{{ input }}{% endif %}"
 
 
@@ -41,9 +40,11 @@ class GeneratedRecipe:
         try:
             replace_file(self.path, self.text.encode())
         except OSError as error:
-            hint = "start in a directory where this user may write"
-            problem = os_problem(error, "the recipe cannot be written", hint=hint)
-            raise RecipeError.all_of([problem]) from error
+            raise RecipeError.of_system(
+                error,
+                "the recipe cannot be written",
+                hint="start in a directory where this user may write",
+            ) from error
         return True
 
 
@@ -65,9 +66,9 @@ def generated_recipe(line: CommandLine) -> GeneratedRecipe | None:
     if not models or "data" not in flags:
         raise RecipeError(
             "a run without a recipe file needs --model and --data",
-            where="command line",
-            value="",
-            hint="ckpt-train --model Qwen/Qwen3-0.6B --data chats.jsonl --lora, or ckpt-train RECIPE.yaml",
+            "command line",
+            "",
+            "ckpt-train --model Qwen/Qwen3-0.6B --data chats.jsonl --lora, or ckpt-train RECIPE.yaml",
         )
     line.overrides = [override for override in line.overrides if override not in models]
     model, (data,) = str(models[-1].node.value), line.modes["data"]
@@ -87,14 +88,14 @@ def generated_recipe(line: CommandLine) -> GeneratedRecipe | None:
     if is_other:
         raise RecipeError(
             "a recipe with other content exists",
-            where=str(found.path),
-            value="",
-            hint=f"`ckpt-train {found.path}` trains it; or rename it to write a new one",
+            found.path,
+            "",
+            f"`ckpt-train {found.path}` trains it; or rename it to write a new one",
         )
     return found
 
 
-def _recipe(model: str, data: str, run: str, *, with_lora: bool) -> dict[str, Any]:
+def _recipe(model: str, data: str, run: str, *, with_lora: bool) -> ValueDict:
     return {
         "model": {"from_pretrained": model},
         **({"peft": {"r": 16, "target_modules": "all-linear"}} if with_lora else {}),
@@ -112,11 +113,11 @@ def _recipe(model: str, data: str, run: str, *, with_lora: bool) -> dict[str, An
     }
 
 
-def _builder(data: str) -> dict[str, str]:
+def _builder(data: str) -> TextDict:
     """The builder that reads the columns of the first row of *data*, with its arguments."""
     from automodel_ckpt.data.rows.source import Source
 
-    columns: Mapping[str, Any] = next((row for row, _ in Source.of(data).stream()), {})
+    columns = next((row for row, _ in Source.of(data).stream()), {})
     for needed, words in _BUILDERS.items():
         if columns.keys() >= set(needed.split()):
             name, *arguments = words.split()
@@ -125,8 +126,8 @@ def _builder(data: str) -> dict[str, str]:
             return found | ({"prompt_field": _WITH_INPUT} if "input" in needed else {})
     raise RecipeError(
         "no builder is known for the columns of this data",
-        where=data,
-        value=", ".join(columns),
-        hint="name the columns messages, or prompt and completion, or text; or write a recipe: "
+        data,
+        ", ".join(columns),
+        "name the columns messages, or prompt and completion, or text; or write a recipe: "
         "`ckpt-train --help dataset` lists the builders",
     )

@@ -8,29 +8,19 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from automodel_ckpt.base.terminal import print_error
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.cli.common.terminal import print_error
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
+from automodel_ckpt.checkpoint.files.safe_open import without_links
+from automodel_ckpt.checkpoint.parts.manifest import has_manifest
+from automodel_ckpt.cli.launch.process import check_working_directory
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# Number of entries of a directory that are searched for runs: the current directory may be a data set's.
 _MAX_ENTRIES = 10_000
-"""Number of entries of a directory that are searched for runs: the current directory may be a data set's."""
+# Runs or checkpoints that a message names, at most.
 _MAX_NAMED = 3
-"""Runs or checkpoints that a message names, at most."""
 _SPECIFY_ONE = "specify a run directory, a checkpoint or a pointer; `ckpt ls` lists them"
-
-
-def check_working_directory() -> None:
-    """Raise :class:`RecipeError` if the working directory was removed. An import of torch would abort the process."""
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise RecipeError(
-            "the current directory does not exist",
-            where=os.environ.get("PWD", "."),
-            value="it was removed",
-            hint="cd to an existing directory",
-        ) from error
 
 
 def download_directory(given: str | None, source: str) -> Path:
@@ -64,7 +54,7 @@ def run_around(path: Path) -> Path | None:
     run = run_directory(path)
     if run is not None:
         return run
-    real = Path(os.path.realpath(path))
+    real = without_links(path)
     # realpath() first: the path may be a pointer, or go through a link.
     for inside in (real, *real.parents):
         if layout.parse_checkpoint_name(inside.name):
@@ -78,12 +68,10 @@ def run_with_logs(path: Path) -> Path:
 
     Raises :class:`CheckpointUnusable` if *path* does not exist, or is a link to nothing.
     """
-
     # Before the check of the link: LATEST is in a run also if its target is gone.
     run = run_around(path)
     if run is None and not path.exists():
-        value = _what_exists(path, None)
-        raise _not_found("run not found", path, value, "specify a run directory")
+        raise unusable("run not found", path, _what_exists(path, None), "specify a run directory")
     if run is None and path.is_dir() and not os.path.lexists(path / layout.TRAINING_LOG):
         reject_several_runs(path)
     return run or path
@@ -124,7 +112,7 @@ def reject_several_runs(path: Path) -> None:
     if len(runs) > _MAX_NAMED:
         names.append("...")
     hint = f"specify one of them: {', '.join(names)}; `ckpt ls {path}` lists all"
-    raise _not_found("the directory contains runs", path, "", hint)
+    raise unusable("the directory contains runs", path, "", hint)
 
 
 def local_model(path: str) -> Path | None:
@@ -132,7 +120,6 @@ def local_model(path: str) -> Path | None:
 
     Raises :class:`CheckpointUnusable` if nothing exists there.
     """
-
     local = Path(path).expanduser()
     if os.path.lexists(local):
         return local
@@ -156,9 +143,9 @@ def find_checkpoint(path: Path) -> Path:
     try:
         return _found_checkpoint(path)
     except PermissionError as error:
-        what = "the checkpoint cannot be read"
-        problem = os_problem(error, what, hint="check the path and its permissions")
-        raise CheckpointUnusable.all_of([problem]) from error
+        raise CheckpointUnusable.of_system(
+            error, "the checkpoint cannot be read", hint="check the path and its permissions"
+        ) from error
 
 
 def _found_checkpoint(path: Path) -> Path:
@@ -180,7 +167,7 @@ def _found_checkpoint(path: Path) -> Path:
         checkpoint = path.parent / target
         if checkpoint.is_dir() and not _is_second_name(checkpoint):
             return _resolved(checkpoint)
-    raise _not_found("checkpoint not found", path, _what_exists(path, target), _SPECIFY_ONE)
+    raise unusable("checkpoint not found", path, _what_exists(path, target), _SPECIFY_ONE)
 
 
 def whole_checkpoint(path: Path) -> Path:
@@ -192,7 +179,7 @@ def whole_checkpoint(path: Path) -> Path:
 
     found = find_checkpoint(path)
     for directory in (found, found.parent):
-        if os.path.lexists(directory / layout.MANIFEST):
+        if has_manifest(directory):
             return directory
     name = found.name
     is_named_so = (
@@ -204,7 +191,7 @@ def whole_checkpoint(path: Path) -> Path:
     if known is not None and not known.is_readable:
         known.open(found)  # raises an error that names the format
     reason = "the directory is not in a known format"
-    raise _not_found("no checkpoint found", path, reason, _SPECIFY_ONE)
+    raise unusable("no checkpoint found", path, reason, _SPECIFY_ONE)
 
 
 def _external_file(path: Path) -> Path:
@@ -216,10 +203,10 @@ def _external_file(path: Path) -> Path:
 
     known = detect(path)
     if known is None:
-        raise _not_found("this file is not a checkpoint", path, "an unknown format", _SPECIFY_ONE)
+        raise unusable("this file is not a checkpoint", path, "an unknown format", _SPECIFY_ONE)
     if not known.is_readable:
         known.open(path)  # raises an error that names the format
-    return Path(os.path.realpath(path))
+    return without_links(path)
 
 
 def _resolved(path: Path) -> Path:
@@ -243,8 +230,7 @@ def _newest(run: Path) -> Path:
 
     newest = resume.newest(run)
     if newest is None:
-        hint = "`ckpt ls` lists the reasons"
-        raise _not_found("no complete checkpoint found", run, "", hint)
+        raise unusable("no complete checkpoint found", run, "", "`ckpt ls` lists the reasons")
     warning = resume.skipped_warning(run, newest)
     if warning is not None:
         print_error(f"warning: {warning}")
@@ -259,7 +245,3 @@ def _what_exists(path: Path, target: str | None) -> str:
         text = f"a link to {os.readlink(path)}"
         return text if path.exists() else f"{text}, which does not exist"
     return "a file" if path.exists() else "no such file or directory"
-
-
-def _not_found(what: str, path: Path, value: str, hint: str) -> CheckpointUnusable:
-    return CheckpointUnusable(what, where=str(path), value=value, hint=hint)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import os
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,12 +22,12 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 _HINT = "use another checkpoint of this run, or push it again"
+# Names of files that are read whole to show or compare checkpoints.
 _CONFIGS = ("config.yaml", "config.json", "adapter_config.json", "model_config.json")
-"""Names of files that are read whole to show or compare checkpoints."""
+# Attributes with a state that is read to show or compare checkpoints; of one with a file per rank, the first file.
 _STATE = ("step_scheduler", "dataloader")
-"""Attributes with a state that is read to show or compare checkpoints; of one with a file per rank, the first file."""
+# Arguments that are no paths of checkpoints.
 _TEXTS = frozenset({"prompt", "url", "directory"})
-"""Arguments that are no paths of checkpoints."""
 _NUM_THREADS = 8
 
 
@@ -53,7 +53,7 @@ def locate_one(url: str) -> tuple[RemoteRun, str, Manifest]:
     return run, name, run.complete_manifest(name)[1]
 
 
-def reject_urls(arguments: argparse.Namespace) -> None:
+def reject_urls(arguments: Namespace) -> None:
     """Raise :class:`RecipeError` if a path on the command line is the URL of a store: the command needs a local one."""
     for name, value in vars(arguments).items():
         texts = value if isinstance(value, list) else [value]
@@ -67,9 +67,9 @@ def reject_url(url: str, command: str) -> None:
     shown = public(url)
     raise RecipeError(
         f"`ckpt {command}` needs a local checkpoint",
-        where=f"ckpt {command}",
-        value=shown,
-        hint=f"download it with `ckpt pull {shown} DIR`, or what another program wrote with the tools of its store",
+        f"ckpt {command}",
+        shown,
+        f"download it with `ckpt pull {shown} DIR`, or what another program wrote with the tools of its store",
     )
 
 
@@ -106,7 +106,7 @@ def remote_problems(run: RemoteRun, name: str, manifest: Manifest, *, deep: bool
     return problems
 
 
-@contextlib.contextmanager
+@contextmanager
 def sparse_copy(run: RemoteRun, name: str, manifest: Manifest) -> Iterator[Path]:
     """Yield a temporary directory that looks like the checkpoint, without the bytes of its tensors.
 
@@ -143,7 +143,7 @@ def _copy_values(run: RemoteRun, name: str, manifest: Manifest, root: Path) -> N
 
     blobs = [blob for tree in manifest.trees.values() for blob in tree.objects.values()]
     blobs.sort(key=lambda blob: (blob.file, blob.start))
-    with contextlib.closing(VerifiedRanges(run.store, name, manifest.trees.values())) as ranges:
+    with closing(VerifiedRanges(run.store, name, manifest.trees.values())) as ranges:
         ranges.expect((blob.file, blob.start, blob.start + blob.nbytes) for blob in blobs)
         for blob in blobs:
             content = bytearray(blob.nbytes)

@@ -148,9 +148,8 @@ def death_record(rank: int, exitcode: int, when: float) -> FailureRecord:
         )
     else:
         number = -exitcode
-        name = f"signal {number}"
-        if number in set(signal.Signals):
-            name = signal.Signals(number).name
+        is_known = number in set(signal.Signals)
+        name = signal.Signals(number).name if is_known else f"signal {number}"
         hint = " (out of memory?)" if number == signal.SIGKILL else ""
         message = f"error: rank {rank} was killed by {name}{hint}"
     return FailureRecord(when, rank, EXIT_INTERNAL, message, names_rank=True)
@@ -205,11 +204,9 @@ def name_silent_ranks(
     silent = sorted(set(started) - waited)
     if not cause.timed_out or (is_all and not silent):
         return cause
+    who = "another node"
     if silent:
-        plural = "s" if len(silent) > 1 else ""
-        who = f"rank{plural} {', '.join(map(str, silent))}"
-    else:
-        who = "another node"
+        who = f"{'ranks' if len(silent) > 1 else 'rank'} {', '.join(map(str, silent))}"
     problem = Problem(
         f"{who} did not respond in time",
         "distributed.timeout_minutes",
@@ -249,12 +246,13 @@ def is_connection_error(error: BaseException | None) -> bool:
     The text alone is not sufficient: a database client or a web service also reports "Connection reset by peer".
     """
     while error is not None:
-        for base in type(error).__mro__:
-            is_of_torch = base.__module__.partition(".")[0] == "torch"
-            if is_of_torch and base.__name__ in CONNECTION_ERROR_CLASSES:
-                return True
+        is_of_torch = any(
+            base.__module__.partition(".")[0] == "torch"
+            and base.__name__ in CONNECTION_ERROR_CLASSES
+            for base in type(error).__mro__
+        )
         is_candidate = isinstance(error, RuntimeError) and CONNECTION_ERROR.search(str(error))
-        if is_candidate and _is_raised_by_backend(error):
+        if is_of_torch or (is_candidate and _is_raised_by_backend(error)):
             return True
         error = error.__cause__
     return False

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import importlib
 import os
 import signal
 import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from automodel_ckpt.base.python_child import freeze_in_forked_processes
 from automodel_ckpt.cli.launch.failures import (
     FailureDirectory,
     FailureRecord,
@@ -36,15 +37,16 @@ from automodel_ckpt.cli.launch.failures import (
 from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 from automodel_ckpt.cli.launch.node_resources import cores, count_ranks, set_threads, visible_gpus
 from automodel_ckpt.cli.launch.process import exit_now, flush, print_message, report_stop, this_rank
-from automodel_ckpt.cli.launch.recipe_import import (
-    Prepare,
-    configure_torch,
-    import_before_forks,
-    validate_cuda_not_initialized,
-)
-from automodel_ckpt.cli.launch.rendezvous_flags import Rendezvous
+from automodel_ckpt.cli.launch.ranks import Rendezvous
 from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
-from automodel_ckpt.cli.launch.worker import RecipeClass, keep_memory, run_rank
+from automodel_ckpt.cli.launch.worker import (
+    Prepare,
+    RecipeClass,
+    configure_torch,
+    import_recipe,
+    keep_memory,
+    run_rank,
+)
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import (
@@ -53,7 +55,6 @@ from automodel_ckpt.errors import (
     AutomodelError,
     RecipeError,
 )
-from automodel_ckpt.logs.start_time import note_process_start
 from automodel_ckpt.parallel.ranks import hang_action
 from automodel_ckpt.parallel.ranks.network import is_known
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, stop_request
@@ -69,6 +70,8 @@ def launched_rank(
     # Crashes of libraries print a stack.
     faulthandler.enable()
     rank = this_rank()
+    from automodel_ckpt.logs.timeline import note_process_start
+
     # Importing the packages, which the launcher does once, is a part of the first start.
     note_process_start(os.getpid() if failure_dir.attempt else launcher)
     stop = stop_request()
@@ -77,7 +80,7 @@ def launched_rank(
     # The launcher has blocked them. One that it forwarded meanwhile arrives now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, stop.handled)
     hang_action.restart = partial(_end_after_hang, failure_dir, rank)
-    failures: list[FailureRecord] = []
+    failures = []
 
     def on_failure(record: FailureRecord) -> None:
         outside = stop.interrupted and not record.primary and not record.timed_out
@@ -119,7 +122,7 @@ def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> 
         configure_torch(os.environ)
         with stop_request().interrupting():
             loaded, recipe_class = import_before_forks(prepare)
-        torch = importlib.import_module("torch")
+        torch = import_module("torch")
         on_gpu = loaded.config.distributed.backend != "gloo"
         with without_initializing_cuda():
             num_gpus = torch.cuda.device_count()
@@ -139,6 +142,32 @@ def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> 
             return report_stop(signals.received, "while waiting for the other nodes")
         keep_memory(loaded, code)
         return code
+
+
+def import_before_forks(prepare: Prepare) -> tuple[LoadedRecipe, RecipeClass]:
+    """Import the recipe's code in a process that forks ranks, and return the recipe and its class.
+
+    Code that reads the properties of a GPU when it is imported, such as bitsandbytes and torchao, does not initialize
+    CUDA, which would not survive a fork.
+    """
+
+    def prepare_without_cuda() -> tuple[LoadedRecipe, RecipeClass]:
+        with without_initializing_cuda():
+            return prepare()
+
+    freeze_in_forked_processes()
+    return import_recipe(prepare_without_cuda)
+
+
+def validate_cuda_not_initialized(torch: Any) -> None:
+    """Raise :class:`RecipeError` if this process has initialized CUDA, which does not survive a fork."""
+    if torch.cuda.is_initialized():
+        raise RecipeError(
+            "the recipe's code uses a GPU while it is imported; ranks that are forked afterwards cannot use any",
+            "recipe, _target_",
+            "torch.cuda is initialized",
+            "move that code into a function, or start the ranks with torchrun",
+        )
 
 
 def _estimated_ranks(requested: str) -> int:
@@ -164,8 +193,8 @@ def _run_agent(
         AutomodelError: The ranks could not be started.
     """
     # It imports torch, which reads variables that are set before.
-    agents = importlib.import_module("automodel_ckpt.cli.launch.agent.elastic_agent")
-    server = importlib.import_module("torch.distributed.elastic.agent.server")
+    agents = import_module("automodel_ckpt.cli.launch.agent.elastic_agent")
+    server = import_module("torch.distributed.elastic.agent.server")
     try:
         handler = signals.wait_for(lambda: agents.rendezvous_handler(rendezvous))
         spec = server.WorkerSpec(
@@ -178,8 +207,7 @@ def _run_agent(
             monitor_interval=MONITOR_SECONDS,
             local_addr=agents.local_address(rendezvous),
         )
-        failure_dir = arguments[2]
-        agent = agents.RankAgent(spec, failure_dir, signals, _waiting_text(rendezvous))
+        agent = agents.RankAgent(spec, arguments[2], signals, _waiting_text(rendezvous))
     except Exception as error:
         raise _start_error(rendezvous, error) from error
     try:
@@ -234,8 +262,8 @@ def _start_error(rendezvous: Rendezvous, error: Exception) -> AutomodelError:
         return error
     return RecipeError(
         "the ranks could not be started",
-        where=_place(rendezvous),
-        value=f"{type(error).__name__}: {error}",
-        hint="check that the address is the one of this run, that its port is free, that all nodes were started, and "
+        _place(rendezvous),
+        f"{type(error).__name__}: {error}",
+        "check that the address is the one of this run, that its port is free, that all nodes were started, and "
         "whether the system can start processes (ulimit -u, the free memory)",
     )

@@ -71,15 +71,14 @@ def without_initializing_cuda() -> Iterator[None]:
 
 def _is_initializing(cuda: Any) -> bool:
     """Whether this thread is in torch's initialization of CUDA, before ``torch.cuda.is_initialized()`` is True."""
-    state = getattr(cuda, "_tls", None)
-    return bool(getattr(state, "is_initializing", False))
+    return bool(getattr(getattr(cuda, "_tls", None), "is_initializing", False))
 
 
 def _fields(properties: Any) -> dict[str, Any]:
     """The public fields of a device's properties. Values of torch's own types, such as the UUID, are text."""
-    fields: dict[str, Any] = {}
+    fields = {}
     for name in dir(properties):
-        value: Any = getattr(properties, name)
+        value = getattr(properties, name)
         if name.startswith("_") or callable(value):
             continue
         fields[name] = value if isinstance(value, bool | int | float | str) else str(value)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.units import counted_are
+from automodel_ckpt.checkpoint.files.type_aliases import Texts
 from automodel_ckpt.errors import RecipeError
 
 
 def cores() -> int:
     """Return the number of processor cores that this process may use: its affinity and the quota of its container."""
     quota = cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    affinity = len(os.sched_getaffinity(0))
-    return max(1, int(min(affinity, quota)))
+    return max(1, int(min(len(os.sched_getaffinity(0)), quota)))
 
 
 def cpu_quota(membership: Path, tree: Path) -> float:
@@ -28,17 +28,17 @@ def cpu_quota(membership: Path, tree: Path) -> float:
     group at the root of *tree*. ``cpu.max`` contains "QUOTA PERIOD" or "max PERIOD".
     """
     quota = math.inf
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         paths = [line.rpartition(":")[2] for line in membership.read_text().splitlines()]
         groups = {tree, *(tree / path.lstrip("/") for path in paths)}
         for place in {each for group in groups for each in (group, *group.parents)}:
-            with contextlib.suppress(OSError, ValueError):
+            with suppress(OSError, ValueError):
                 limit, period = (place / "cpu.max").read_text().split()
                 quota = min(quota, int(limit) / int(period))
     return quota
 
 
-def visible_gpus(environment: Mapping[str, str]) -> int:
+def visible_gpus(environment: Texts) -> int:
     """Estimate the number of GPUs without torch, from CUDA_VISIBLE_DEVICES or the driver's files."""
     devices = environment.get("CUDA_VISIBLE_DEVICES")
     if devices is not None:
@@ -68,17 +68,16 @@ def count_ranks(requested: str, num_gpus: int, *, on_gpu: bool) -> int:
         return int(requested)
     raise RecipeError(
         what,
-        where="--nproc-per-node",
-        value=f"{requested} ({counted_are(num_gpus, 'GPU')} visible)",
-        hint=hint,
+        "--nproc-per-node",
+        f"{requested} ({counted_are(num_gpus, 'GPU')} visible)",
+        hint,
     )
 
 
 def set_threads(environment: MutableMapping[str, str], num_ranks: int) -> None:
     """Divide the cores among the ranks, unless the user has set OMP_NUM_THREADS. torch reads it once, at its import."""
-    num_threads = max(1, cores() // max(1, num_ranks))
     # Without this, each rank would start a thread for every core of the node.
-    environment.setdefault("OMP_NUM_THREADS", str(num_threads))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(1, num_ranks))))
 
 
 def set_allocator(environment: MutableMapping[str, str]) -> None:

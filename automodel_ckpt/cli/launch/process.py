@@ -1,17 +1,17 @@
-"""This process as a rank: its limits, its number, its messages, and its end without the interpreter's teardown."""
+"""This process as a rank: its limits and directory, its number, its messages, and its end without teardown."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
-from automodel_ckpt.base.units import for_terminal
-from automodel_ckpt.errors import EXIT_STOPPED, SystemLimit
+from automodel_ckpt.base.terminal import for_terminal
+from automodel_ckpt.errors import EXIT_STOPPED, RecipeError, SystemLimit
 
 LEAST_FILES = 128
 """A rank opens some dozens of files and sockets. With fewer, it would fail where the cause cannot be determined."""
@@ -72,13 +72,26 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
         raise SystemLimit(
             "the limit on open files is too low",
-            where="ulimit -n",
-            value=soft,
-            hint=f"raise it to {LEAST_FILES} or more: ulimit -n 4096 (as root, or in the settings of the job)",
+            "ulimit -n",
+            soft,
+            f"raise it to {LEAST_FILES} or more: ulimit -n 4096 (as root, or in the settings of the job)",
         )
+
+
+def check_working_directory() -> None:
+    """Raise :class:`RecipeError` if the working directory was removed. An import of torch would abort the process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise RecipeError(
+            "the current directory does not exist",
+            os.environ.get("PWD", "."),
+            "it was removed",
+            "cd to an existing directory",
+        ) from error

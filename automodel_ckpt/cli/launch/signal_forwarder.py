@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from threading import Thread
 from types import FrameType
@@ -44,7 +44,7 @@ class SignalForwarder:
         for number, handler in self._before.items():
             signal.signal(number, _ignore if self.received else handler)
 
-    @contextlib.contextmanager
+    @contextmanager
     def blocked(self) -> Iterator[None]:
         """A context in which signals wait, so that each one reaches all ranks that are forked in it.
 
@@ -90,7 +90,7 @@ class SignalForwarder:
             stop_request().note(number)
         running = [process for process in self.processes if process.exitcode is None]
         for process in running:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, number)
         if not is_stop:
             return

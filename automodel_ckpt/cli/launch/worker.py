@@ -1,17 +1,23 @@
-"""Run the recipe in this process as one rank, whoever started it, and close it within a time limit after a failure."""
+"""Import the recipe and run it in this process as one rank, whoever started it.
+
+After a failure, it is closed within a time limit.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import gc
+import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, MutableMapping
+from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
 from automodel_ckpt.base.user_code import reporting_user_failures
+from automodel_ckpt.checkpoint.files.type_aliases import Texts
 from automodel_ckpt.checkpoint.run.lease import release_all
 from automodel_ckpt.cli.launch.failures import (
     SECOND_SIGNAL_CODE,
@@ -20,6 +26,7 @@ from automodel_ckpt.cli.launch.failures import (
     failure_record,
     failure_text,
 )
+from automodel_ckpt.cli.launch.node_resources import set_allocator
 from automodel_ckpt.cli.launch.process import exit_now, print_message, this_rank, world_size
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.tree.urls import with_local_directory
@@ -28,6 +35,7 @@ from automodel_ckpt.logs.progress import Progress
 from automodel_ckpt.parallel.ranks.network import let_gloo_be_found
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, StopRequest, stop_request
 
+NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 CLOSE_SECONDS = 5.0
 """How long a failed recipe may take to close: it may wait for ranks that have ended."""
 
@@ -39,7 +47,7 @@ class Recipe(Protocol):
     ``overridden`` contains the keys that the command line sets.
     """
 
-    origins: Mapping[str, str]
+    origins: Texts
     overridden: Collection[str]
 
     def setup(self) -> None: ...
@@ -48,6 +56,38 @@ class Recipe(Protocol):
 
 
 RecipeClass = Callable[..., Recipe]
+Prepare = Callable[[], tuple[LoadedRecipe, RecipeClass]]
+"""Imports what the ranks need, and returns the checked recipe and its class."""
+
+
+def configure_torch(environment: MutableMapping[str, str]) -> None:
+    """Set the variables that torch reads at its import: fewer messages, and GPUs are counted without initializing CUDA.
+
+    Variables that the user has set are not changed.
+    """
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    set_allocator(environment)
+    # After a restart, a shared store would give the new ranks the addresses of the old ones (pytorch #135712).
+    environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    for name in NOISY_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.propagate = False
+        logger.addHandler(logging.NullHandler())
+
+
+def import_recipe(prepare: Prepare) -> tuple[LoadedRecipe, RecipeClass]:
+    """Call *prepare* without garbage collection, which would traverse the objects of the modules again and again.
+
+    These objects live as long as the process. Freezing them also keeps a collection in a rank from copying the memory
+    pages that the ranks share.
+    """
+    gc.disable()
+    try:
+        return prepare()
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def run_rank(
@@ -62,7 +102,7 @@ def run_rank(
     may end the process with *exit_stopped*. Afterwards, the threads of process groups have ended, unless closing them
     took longer than CLOSE_SECONDS.
     """
-    recipe: Recipe | None = None
+    recipe = None
     stop, is_training = stop_request(), False
     stop.exit_code = exit_stopped
 
@@ -99,7 +139,7 @@ def run_rank(
         if isinstance(progress, Progress):
             # The error begins on a new line. The live line stays as the last sign of the run, unless it saved its step.
             record = replace(record, follows_log=True)
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 (progress.close if stop.finished else progress.break_off)()
         on_failure(record)
         text = failure_text(record, several_ranks=world_size() > 1)
@@ -122,7 +162,7 @@ def _log_failure(recipe: Recipe | None, text: str) -> None:
     """Write the error to the run's ``log.txt``, if the run got so far."""
     log_failure = getattr(getattr(recipe, "run_log", None), "log_failure", None)
     if log_failure is not None:
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             log_failure(text)
 
 
@@ -149,7 +189,7 @@ def _run_with_time_limit(action: Callable[[], None]) -> None:
 
 
 def _leave_process_groups() -> None:
-    distributed = importlib.import_module("torch.distributed")
+    distributed = import_module("torch.distributed")
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
 

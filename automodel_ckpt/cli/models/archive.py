@@ -3,19 +3,20 @@ pack``: a .nemo or .qnemo file as a directory that can be edited, and back."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.base.units import counted
+from automodel_ckpt.base.terminal import print_path
+from automodel_ckpt.base.units import counted, size_text
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.cli.common.arguments import WHERE, number_at_least
+from automodel_ckpt.cli.common.output import print_document
 from automodel_ckpt.cli.common.paths import find_checkpoint, run_directory
-from automodel_ckpt.cli.common.terminal import print_document, print_path, printable, size_text
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError, printable
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.formats.nemo.archives import ArchiveReport
@@ -55,7 +56,7 @@ output FILE | the file to write
 TYPES = {"--level": number_at_least(1, 19)}
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt archive``."""
     from automodel_ckpt.convert.checkpoint_archive import archive
     from automodel_ckpt.convert.publishing import check_file_target
@@ -68,17 +69,17 @@ def run(arguments: argparse.Namespace) -> int:
         if layout.parse_checkpoint_name(source.name) is None:
             raise CheckpointUnusable(
                 "only checkpoints of this program can be archived",
-                where=str(source),
-                value=source.name,
-                hint="name a run directory or a checkpoint; `ckpt import` makes one from other files",
+                source,
+                source.name,
+                "name a run directory or a checkpoint; `ckpt import` makes one from other files",
             )
     target = Path(arguments.output).expanduser()
     if target.suffix != ".zst":
         raise RecipeError(
             "archives are compressed with zstd, and their name ends in .tar.zst",
-            where="--output",
-            value=str(target),
-            hint="write a file such as run.tar.zst",
+            "--output",
+            str(target),
+            "write a file such as run.tar.zst",
         )
     check_file_target(target, overwrite=arguments.force)
     log = _ignore if arguments.json else print
@@ -93,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def run_unarchive(arguments: argparse.Namespace) -> int:
+def run_unarchive(arguments: Namespace) -> int:
     """Run ``ckpt unarchive``."""
     from automodel_ckpt.convert.checkpoint_archive import extract
 
@@ -113,24 +114,22 @@ def _ignore(_message: str) -> None:
 # ---------------------------------------------------------------- .nemo and .qnemo files
 
 
-def run_unpack(arguments: argparse.Namespace) -> int:
+def run_unpack(arguments: Namespace) -> int:
     """Run ``ckpt unpack``. The path of the directory is the only line on standard output."""
     from automodel_ckpt.convert.formats.nemo.archives import unpack
 
-    report = unpack(Path(arguments.source), Path(arguments.output), _log)
-    return _print_report(arguments, report)
+    return _print_report(arguments, unpack(Path(arguments.source), Path(arguments.output), _log))
 
 
-def run_pack(arguments: argparse.Namespace) -> int:
+def run_pack(arguments: Namespace) -> int:
     """Run ``ckpt pack``. The path of the file is the only line on standard output."""
     from automodel_ckpt.convert.formats.nemo.archives import pack
 
     source, output = Path(arguments.source), Path(arguments.output)
-    report = pack(source, output, _log, overwrite=arguments.force)
-    return _print_report(arguments, report)
+    return _print_report(arguments, pack(source, output, _log, overwrite=arguments.force))
 
 
-def _print_report(arguments: argparse.Namespace, report: ArchiveReport) -> int:
+def _print_report(arguments: Namespace, report: ArchiveReport) -> int:
     files = counted(report.num_files, "file")
     _log(f"{report.kind}: {files}, {size_text(report.nbytes)}")
     if arguments.json:

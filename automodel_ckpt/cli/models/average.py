@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from automodel_ckpt.base.units import counted
+from automodel_ckpt.base.units import counted, size_text
 from automodel_ckpt.checkpoint.files.layout import CheckpointName
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.cli.common.arguments import CHECKPOINT_NAME
-from automodel_ckpt.cli.common.terminal import size_text, table
+from automodel_ckpt.cli.common.output import table
 from automodel_ckpt.cli.models.import_ import finish, side_files_text, start_from
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
@@ -25,7 +26,7 @@ def _numbers(text: str) -> list[float]:
         return [float(word) for word in text.split(",")]
     except ValueError as error:
         what = f"these are not numbers, separated by commas, such as 0.5,0.3,0.2: {text}"
-        raise argparse.ArgumentTypeError(what) from error
+        raise ArgumentTypeError(what) from error
 
 
 USAGE = f"""
@@ -47,7 +48,7 @@ sources + SOURCE         | a checkpoint, a run directory (its newest checkpoint)
 TYPES = {"--weights": _numbers, "--ema": float}
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt average``: print what will be averaged, then average it."""
     from automodel_ckpt.convert.merging.average import prepare
 
@@ -62,12 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
         integers=arguments.integers,
         name=name,
     )
-    checkpoint = planned.checkpoint
-    finish(arguments, checkpoint, _lines(planned), _document(planned), start_from)
+    finish(arguments, planned.checkpoint, _lines(planned), _document(planned), start_from)
     return EXIT_DONE
 
 
-def _sources(arguments: argparse.Namespace) -> list[Path]:
+def _sources(arguments: Namespace) -> list[Path]:
     """Return the sources; with ``--last``, the sources in the run directory. Raises :class:`RecipeError`."""
     from automodel_ckpt.cli.common.paths import reject_several_runs, run_directory
     from automodel_ckpt.convert.merging.average import last_checkpoints
@@ -82,14 +82,14 @@ def _sources(arguments: argparse.Namespace) -> list[Path]:
     if len(sources) > 1 or run is None:
         raise RecipeError(
             "--last needs one run directory",
-            where="SOURCE",
-            value=", ".join(arguments.sources),
-            hint="name one directory with checkpoints, or list the checkpoints without --last",
+            "SOURCE",
+            ", ".join(arguments.sources),
+            "name one directory with checkpoints, or list the checkpoints without --last",
         )
     return last_checkpoints(run, arguments.last)
 
 
-def _document(planned: Average) -> dict[str, Any]:
+def _document(planned: Average) -> ValueDict:
     checkpoint = planned.checkpoint
     pairs = zip(planned.sources, planned.weights, strict=True)
     return {
@@ -107,9 +107,10 @@ def _lines(planned: Average) -> Iterator[str]:
     """Describe what will be averaged."""
     checkpoint = planned.checkpoint
     yield f"average -> {checkpoint.target}"
-    rows = []
-    for path, weight in zip(planned.sources, planned.weights, strict=True):
-        rows.append((f"{weight:.4g}", str(path)))
+    rows = [
+        (f"{weight:.4g}", str(path))
+        for path, weight in zip(planned.sources, planned.weights, strict=True)
+    ]
     tensors = counted(len(checkpoint.weights.tensors), "tensor")
     rows.append(("weights", f"{tensors}, {size_text(checkpoint.nbytes)}"))
     rows.append(("other files", side_files_text(checkpoint)))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from automodel_ckpt.base.terminal import print_error
 from automodel_ckpt.base.units import measure_text
+from automodel_ckpt.cli.common.output import json_text, table
 from automodel_ckpt.cli.common.paths import local_model
-from automodel_ckpt.cli.common.terminal import json_text, print_error, printable, table
 from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.cli.models.generate import SOURCE_OPTIONS, load_model
-from automodel_ckpt.errors import EXIT_DONE
+from automodel_ckpt.errors import EXIT_DONE, printable
 
 if TYPE_CHECKING:
     from automodel_ckpt.models.measure.harness import TaskMetric
@@ -21,12 +22,9 @@ _FIELDS = ("name", "task", "metric", "value", "stderr")
 
 
 def _names(text: str) -> list[str]:
-    names = []
-    for name in text.split(","):
-        if name.strip():
-            names.append(name.strip())
+    names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise argparse.ArgumentTypeError("there is no name of a task")
+        raise ArgumentTypeError("there is no name of a task")
     return names
 
 
@@ -45,7 +43,7 @@ library's tasks are downloaded from the Hugging Face Hub. Task files can contain
 TYPES = {_TASKS: _names}
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt eval``. The metrics are printed on standard output, messages on standard error."""
     local_model(arguments.path)
     with ending_on_interrupt():

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, has_manifest
 from automodel_ckpt.cli.common.arguments import WHERE, without_effect
 from automodel_ckpt.cli.common.paths import find_checkpoint
 from automodel_ckpt.cli.targets.table import (
@@ -25,8 +25,8 @@ from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
 _EMA = "--ema"
 
+# The targets that have a rule for each tensor of their models, and report others themselves.
 _WITH_OWN_RULES = ("gguf", "megatron", "qnemo")
-"""The targets that have a rule for each tensor of their models, and report others themselves."""
 _TARGETS: Mapping[str, Target] = {target.name: target for target in TARGETS}
 _AVERAGE = f"{_EMA} | export the average of the weights (section ema of the recipe)"
 USAGE_EXPORT = f"""
@@ -48,24 +48,23 @@ path DIR        | {WHERE}, its model/ directory, or a directory of shards withou
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run either command. The path of the export is the only line on standard output."""
-
     target = _TARGETS[getattr(arguments, "to", "hf")]
     if (flag := unused_option(arguments, target)) is not None:
         given = getattr(arguments, attribute(flag))
         raise without_effect(arguments.command, flag, given, f"with --to {target.name}")
     source = find_checkpoint(Path(arguments.path))
-    is_average = source.name == layout.AVERAGE and os.path.lexists(source.parent / layout.MANIFEST)
+    is_average = source.name == layout.AVERAGE and has_manifest(source.parent)
     if target.resumes and (arguments.ema or is_average):
         option = f"--to {target.name}"
         raise RecipeError(
             "the average of the weights has no optimizer state, and a run cannot be continued from it",
-            where=f"ckpt export {_EMA}" if arguments.ema else str(arguments.path),
-            value=option,
-            hint=f"export the run without {_EMA}, or the average without {option}",
+            f"ckpt export {_EMA}" if arguments.ema else str(arguments.path),
+            option,
+            f"export the run without {_EMA}, or the average without {option}",
         )
-    if not any(os.path.lexists(each / layout.MANIFEST) for each in (source, source.parent)):
+    if not any(has_manifest(each) for each in (source, source.parent)):
         _check_external(source, target.name)
     chosen = _average_in(source) if arguments.ema else source
     report = run_hf(arguments, chosen) if target.name == "hf" else target.run(arguments, chosen)
@@ -98,9 +97,9 @@ def _check_external(source: Path, target: str) -> None:
         return
     raise CheckpointUnusable(
         f"these are not the tensors of a {found.model}, the class that config.json names",
-        where=str(source),
-        value="\n    " + "\n    ".join(found.lines()),
-        hint="name the class with these tensors in config.json (architectures), or take the files from another copy",
+        source,
+        "\n    " + "\n    ".join(found.lines()),
+        "name the class with these tensors in config.json (architectures), or take the files from another copy",
     )
 
 
@@ -111,13 +110,12 @@ def _average_in(source: Path) -> Path:
     """
     from automodel_ckpt.checkpoint.sources.source import is_average
 
-    checkpoint = source if os.path.lexists(source / layout.MANIFEST) else source.parent
-    is_own = os.path.lexists(checkpoint / layout.MANIFEST)
-    if is_own and is_average(Manifest.read(checkpoint), layout.AVERAGE):
+    checkpoint = source if has_manifest(source) else source.parent
+    if has_manifest(checkpoint) and is_average(Manifest.read(checkpoint), layout.AVERAGE):
         return checkpoint / layout.AVERAGE
     raise CheckpointUnusable(
         "this checkpoint has no average of the weights",
-        where=str(source),
-        value=f"no directory {layout.AVERAGE}",
-        hint=f"remove {_EMA}; the section ema of a recipe keeps an average",
+        source,
+        f"no directory {layout.AVERAGE}",
+        f"remove {_EMA}; the section ema of a recipe keeps an average",
     )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import math
 import sys
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.base.terminal import colored, print_error, printable_lines
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
+from automodel_ckpt.cli.common.output import json_text
 from automodel_ckpt.cli.common.paths import local_model
-from automodel_ckpt.cli.common.terminal import colored, json_text, print_error, printable_lines
 from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
@@ -24,11 +26,11 @@ _PATH = "a run directory, a checkpoint, an export, an adapter, or a model of the
 
 def _number(is_valid: Callable[[float], bool], what: str) -> Callable[[str], float]:
     def number(text: str) -> float:
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             if is_valid(float(text)):
                 return float(text)
         # argparse would name the function.
-        raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        raise ArgumentTypeError(f"{text} is not {what}")
 
     return number
 
@@ -66,7 +68,7 @@ it has one. Text is printed while it is generated.
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt generate``. Generated text is printed on standard output, messages on standard error."""
     _check(arguments)
     prompts = [_prompt(text) for text in arguments.prompt]
@@ -107,36 +109,36 @@ def _prompt(text: str) -> str:
     except UnicodeError as error:
         raise RecipeError(
             "the prompt is not valid UTF-8",
-            where="--prompt",
-            value=str(error),
-            hint="convert it to UTF-8, for example with iconv",
+            "--prompt",
+            str(error),
+            "convert it to UTF-8, for example with iconv",
         ) from error
     return prompt
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: Namespace) -> None:
     """Raise :class:`RecipeError` for arguments that do not fit together, before the model is loaded."""
     if not arguments.prompt:
         raise RecipeError(
             "there is no prompt",
-            where="ckpt generate",
-            value="",
-            hint='add -p "TEXT", or use `ckpt chat` for a conversation',
+            "ckpt generate",
+            "",
+            'add -p "TEXT", or use `ckpt chat` for a conversation',
         )
     if arguments.prompt.count("-") > 1:
         raise RecipeError(
             "standard input can be only one prompt",
-            where="--prompt",
-            value="-",
-            hint="give it once",
+            "--prompt",
+            "-",
+            "give it once",
         )
     for option, value in (("--image", arguments.image), ("--system", arguments.system)):
         if arguments.raw and value:
             raise RecipeError(
                 f"{option} needs a chat template, which --raw does not use",
-                where=option,
-                value=value,
-                hint=f"remove --raw or {option}",
+                option,
+                value,
+                f"remove --raw or {option}",
             )
     for name in arguments.image:
         _check_image(name)
@@ -156,13 +158,13 @@ def _check_image(name: str) -> None:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise RecipeError(
             "the image cannot be read",
-            where=name,
-            value=str(error)[:200],
-            hint="name an image file, such as a PNG or a JPEG",
+            name,
+            str(error)[:200],
+            "name an image file, such as a PNG or a JPEG",
         ) from error
 
 
-def load_model(arguments: argparse.Namespace) -> LoadedModel:
+def load_model(arguments: Namespace) -> LoadedModel:
     """Load the model of the command line, and seed the random generator."""
     local_model(arguments.path)  # without torch, an error comes at once
     with ending_on_interrupt():
@@ -176,9 +178,9 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     except (RuntimeError, AssertionError) as error:
         raise RecipeError(
             "there is no such device",
-            where="--device",
-            value=device,
-            hint=f"remove --device, or use cpu ({str(error).splitlines()[0][:100]})",
+            "--device",
+            device,
+            f"remove --device, or use cpu ({str(error).splitlines()[0][:100]})",
         ) from error
     seed = getattr(arguments, "seed", None)
     if seed is not None:
@@ -186,7 +188,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     return load(arguments.path, base=arguments.base, device=device, dtype=arguments.dtype)
 
 
-def sampling_of(arguments: argparse.Namespace) -> Sampling:
+def sampling_of(arguments: Namespace) -> Sampling:
     """The sampling that the command line describes."""
     from automodel_ckpt.models.measure.generation import Sampling
 
@@ -197,7 +199,7 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 def _complete(
     loaded: LoadedModel,
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     prompt: str,
     sampling: Sampling,
     on_text: Any,
@@ -215,15 +217,15 @@ def _complete(
     elif arguments.system or arguments.image:
         raise RecipeError(
             "the tokenizer of this model has no chat template",
-            where="--system" if arguments.system else "--image",
-            value=arguments.system or arguments.image[0],
-            hint="remove it, and write the prompt as the model was trained on",
+            "--system" if arguments.system else "--image",
+            arguments.system or arguments.image[0],
+            "remove it, and write the prompt as the model was trained on",
         )
     inputs = inputs_of(loaded.preprocessor, given, loaded.model.device)
     return generate(loaded.model, loaded.preprocessor, inputs, sampling, on_text)
 
 
-def system_messages(text: str | None) -> list[dict[str, Any]]:
+def system_messages(text: str | None) -> list[ValueDict]:
     """The system message as a list of messages; empty without one."""
     return [{"role": "system", "content": text}] if text else []
 
@@ -250,7 +252,7 @@ Talk to a model, one line per message. {HELP}. Its tokenizer must have a chat te
 """
 
 
-def run_chat(arguments: argparse.Namespace) -> int:
+def run_chat(arguments: Namespace) -> int:
     """Run ``ckpt chat`` until the end of the input. Answers are printed on standard output."""
     loaded = load_model(arguments)
     from automodel_ckpt.models.measure.generation import has_chat_template
@@ -258,9 +260,9 @@ def run_chat(arguments: argparse.Namespace) -> int:
     if not has_chat_template(loaded.preprocessor):
         raise RecipeError(
             "the tokenizer of this model has no chat template",
-            where=arguments.path,
-            value="",
-            hint='use `ckpt generate PATH -p "TEXT"`, which continues a text',
+            arguments.path,
+            "",
+            'use `ckpt generate PATH -p "TEXT"`, which continues a text',
         )
     print_error(HELP)
     begin = system_messages(arguments.system)
@@ -276,8 +278,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
             print_error(f"unknown command {line}; {HELP}")
         elif line:
             messages.append({"role": "user", "content": line})
-            answer = _answer(loaded, messages, sampling)
-            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "assistant", "content": _answer(loaded, messages, sampling)})
     return EXIT_DONE
 
 
@@ -295,11 +296,11 @@ def _next_line() -> str | None:
         return None
 
 
-def _answer(loaded: LoadedModel, messages: list[dict[str, Any]], sampling: Sampling) -> str:
+def _answer(loaded: LoadedModel, messages: list[ValueDict], sampling: Sampling) -> str:
     """Print the answer to *messages* and return it: the part before Ctrl-C if the user stops it."""
     from automodel_ckpt.models.measure.generation import generate, inputs_of
 
-    parts: list[str] = []
+    parts = []
 
     def on_text(text: str) -> None:
         parts.append(text)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.base.terminal import print_error
+from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.cli.common.arguments import WHERE, option_flag, without_effect
+from automodel_ckpt.cli.common.output import print_document
 from automodel_ckpt.cli.common.paths import download_directory, find_checkpoint
-from automodel_ckpt.cli.common.terminal import print_document, print_error, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
     from automodel_ckpt.hub.bundle import Bundle
     from automodel_ckpt.hub.card import Metric
 
+# The options about the content of a card that is written.
 _WRITTEN = ("license", "eval")
-"""The options about the content of a card that is written."""
 _FACTS = """
 --base-model ORG/NAME | name of the base model on the Hub, if it was in a local directory
 --license ID          | license, instead of that of the base
@@ -47,7 +49,7 @@ repo ? hub:ORG/NAME | repository that the card is for
 """
 
 
-def run_push(arguments: argparse.Namespace) -> int:
+def run_push(arguments: Namespace) -> int:
     """Upload the model of a checkpoint or an export to the Hub."""
     from automodel_ckpt.hub.bundle import opened
     from automodel_ckpt.hub.card import card_files
@@ -61,9 +63,9 @@ def run_push(arguments: argparse.Namespace) -> int:
         if address.revision not in (None, arguments.revision):
             raise RecipeError(
                 "two branches are given",
-                where="ckpt push",
-                value=f"{address.revision}, --revision {arguments.revision}",
-                hint="remove one of them",
+                "ckpt push",
+                f"{address.revision}, --revision {arguments.revision}",
+                "remove one of them",
             )
         address = HubAddress(address.repo, arguments.revision)
     _check_base(arguments)
@@ -104,10 +106,10 @@ def run_push(arguments: argparse.Namespace) -> int:
     if done.was_there:
         text = f"{page} has it already, at commit {done.commit[:12]}"
     document = {"url": page, "seconds": seconds, **asdict(done)}
-    return print_document(arguments, document, [printable(text)])
+    return print_document(arguments, document, text)
 
 
-def run_pull(arguments: argparse.Namespace) -> int:
+def run_pull(arguments: Namespace) -> int:
     """Download a repository of the Hub into a directory."""
     from automodel_ckpt.hub.pull import pull
     from automodel_ckpt.hub.repository import HubAddress
@@ -123,10 +125,10 @@ def run_pull(arguments: argparse.Namespace) -> int:
     )
     size = f"{size_text(done.nbytes)} in {seconds:.1f} s, {checked}"
     text = f"downloaded {done.path}: commit {done.commit[:12]}, {size}"
-    return print_document(arguments, document, [printable(text)])
+    return print_document(arguments, document, text)
 
 
-def run_card(arguments: argparse.Namespace) -> int:
+def run_card(arguments: Namespace) -> int:
     """Run ``ckpt card``. Makes no request to the Hub."""
     from automodel_ckpt.hub.bundle import README, described
     from automodel_ckpt.hub.card import card_files
@@ -152,13 +154,13 @@ def run_card(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def reject_hub_options(arguments: argparse.Namespace) -> None:
+def reject_hub_options(arguments: Namespace) -> None:
     """Raise :class:`RecipeError` for options that apply to the Hub, if the target is a store."""
     options = ("public", "revision", "card", "base_model", "license", "eval")
     _reject(arguments, options, "without hub:ORG/NAME")
 
 
-def _reject(arguments: argparse.Namespace, options: Sequence[str], condition: str) -> None:
+def _reject(arguments: Namespace, options: Sequence[str], condition: str) -> None:
     """Raise :class:`RecipeError` for the first of *options* that was given, because of a *condition*."""
     for option in options:
         value = getattr(arguments, option)
@@ -166,14 +168,14 @@ def _reject(arguments: argparse.Namespace, options: Sequence[str], condition: st
             raise without_effect(arguments.command, option_flag(option), value, condition)
 
 
-def _check_own_card(arguments: argparse.Namespace, bundle: Bundle) -> None:
+def _check_own_card(arguments: Namespace, bundle: Bundle) -> None:
     """Raise :class:`RecipeError` for options about the content of a card, if none is written."""
     if bundle.readme is not None:
         card = bundle.directory / "README.md"
         _reject(arguments, _WRITTEN, f"beside {card}, which is the card")
 
 
-def _check_base(arguments: argparse.Namespace) -> None:
+def _check_base(arguments: Namespace) -> None:
     from automodel_ckpt.hub.repository import check_repo
 
     if arguments.base_model is not None:
@@ -188,9 +190,9 @@ def _readme(path: str | None) -> str | None:
     except UnicodeDecodeError as error:
         raise RecipeError(
             "this file is not UTF-8 text",
-            where="--card",
-            value=f"{path} (byte {error.start})",
-            hint="convert it to UTF-8, for example with iconv",
+            "--card",
+            f"{path} (byte {error.start})",
+            "convert it to UTF-8, for example with iconv",
         ) from error
 
 
@@ -214,9 +216,9 @@ def _metrics(paths: Sequence[str]) -> list[Metric]:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise RecipeError(
                 "this is not the output of `ckpt eval --json`",
-                where="--eval",
-                value=f"{path} ({type(error).__name__})",
-                hint="`ckpt eval ... --json > results.json` writes such a file",
+                "--eval",
+                f"{path} ({type(error).__name__})",
+                "`ckpt eval ... --json > results.json` writes such a file",
             ) from error
     return found
 

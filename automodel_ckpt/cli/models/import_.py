@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from automodel_ckpt.base.units import counted
+from automodel_ckpt.base.terminal import colored, print_path
+from automodel_ckpt.base.units import counted, size_text, some_of
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.cli.common.adapter_models import adapter_builder
 from automodel_ckpt.cli.common.arguments import CHECKPOINT_NAME
 from automodel_ckpt.cli.common.model_parameters import compare_names, parameters_in
-from automodel_ckpt.cli.common.terminal import colored, print_path, printable, size_text, table
-from automodel_ckpt.errors import EXIT_DONE, RecipeError
+from automodel_ckpt.cli.common.output import table
+from automodel_ckpt.errors import EXIT_DONE, RecipeError, printable
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint
@@ -40,7 +42,7 @@ run ? =checkpoints RUN | run directory (default: checkpoints)
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt import``: print what will be imported, then import it."""
     from automodel_ckpt.convert.imports.import_checkpoint import ImportOptions, prepare
 
@@ -57,19 +59,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.base is not None and planned.adapter is None:
         raise RecipeError(
             "--base is for adapters, and the source is a complete model",
-            where="--base",
-            value=arguments.base,
-            hint="remove --base",
+            "--base",
+            arguments.base,
+            "remove --base",
         )
     finish(arguments, planned, _lines(planned), _document(planned), _start_line)
     return EXIT_DONE
 
 
 def finish(
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     planned: NewCheckpoint,
     lines: Iterable[str],
-    document: Mapping[str, Any],
+    document: Values,
     start_line: Callable[[NewCheckpoint], str],
 ) -> None:
     """Describe the *planned* checkpoint in *lines* or a *document*, and write it unless it is a dry run.
@@ -93,7 +95,7 @@ def finish(
         print_path(planned.target)
 
 
-def _document(planned: NewCheckpoint) -> dict[str, Any]:
+def _document(planned: NewCheckpoint) -> ValueDict:
     adapter = planned.adapter
     return {
         "source": str(planned.source),
@@ -177,8 +179,4 @@ def start_from(planned: NewCheckpoint) -> str:
 
 def side_files_text(planned: NewCheckpoint) -> str:
     """The names of the files beside the weights."""
-    names = list(planned.side_files)
-    if not names:
-        return "none: no config.json"
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
+    return some_of(list(planned.side_files), _MAX_NAMES) or "none: no config.json"

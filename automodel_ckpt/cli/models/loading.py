@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,8 @@ from transformers import (
 )
 
 from automodel_ckpt.base.hub_access import is_hub_name, resolve_commit
+from automodel_ckpt.base.terminal import print_error
+from automodel_ckpt.base.units import some_of
 from automodel_ckpt.checkpoint.export.base_identity import (
     base_revision,
     find_base,
@@ -35,19 +35,18 @@ from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.export.next_steps import computes_embeddings, try_command
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, has_manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG, check_directory
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.cli.common.paths import find_checkpoint, local_model
-from automodel_ckpt.cli.common.terminal import print_error
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.build import with_attention_caps
-from automodel_ckpt.models.config_checks import check_sizes
-from automodel_ckpt.models.inspect.error_texts import naming_files
-from automodel_ckpt.models.inspect.vision import AutoMultimodalModel
+from automodel_ckpt.models.inspect.interface import AutoMultimodalModel, naming_files
+from automodel_ckpt.models.inspect.repository import check_sizes
 from automodel_ckpt.training.parts.preprocessors import absent_tokenizer, check_vocabulary_file
 
 MODEL = "model"
@@ -146,9 +145,9 @@ def _open_with_config(path: Path) -> Source:
     command = f"ckpt import {shlex.quote(str(path))} RUN --config DIR"
     raise CheckpointUnusable(
         "these weights have no config.json, which describes the model",
-        where=str(path),
-        value="no such file",
-        hint=f"`{command}` adds that of the original model in DIR, and its tokenizer; then name RUN",
+        path,
+        "no such file",
+        f"`{command}` adds that of the original model in DIR, and its tokenizer; then name RUN",
     )
 
 
@@ -165,8 +164,7 @@ def _is_loadable(directory: Path) -> bool:
     """Whether transformers or peft can load the files in *directory* as they are."""
     if (directory / layout.ADAPTER_CONFIG).is_file():
         return (directory / layout.ADAPTER_MODEL).is_file()
-    has_weights = any(directory.glob("model*.safetensors"))
-    return has_weights and (directory / "config.json").is_file()
+    return any(directory.glob("model*.safetensors")) and (directory / "config.json").is_file()
 
 
 def _verify(directory: Path) -> None:
@@ -177,13 +175,12 @@ def _verify(directory: Path) -> None:
         present = {name for name in export.files if (directory / name).exists()}
         weights = {name for name in export.files if name.endswith(".safetensors")}
         problems = export.problems(only=present | weights, level="digest")
-    elif os.path.lexists(directory.parent / layout.MANIFEST):
+    elif has_manifest(directory.parent):
         manifest = Manifest.read(directory.parent)
         names = [name for name in manifest.files if name.startswith(f"{directory.name}/")]
         files = {name: manifest.files[name] for name in names}
         problems = verify(directory.parent, replace(manifest, files=files), "digest")
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
+    CheckpointUnusable.check(problems)
 
 
 def _files_of(directory: Path, source: Path, base: str | None) -> _Files:
@@ -192,9 +189,9 @@ def _files_of(directory: Path, source: Path, base: str | None) -> _Files:
         if base is not None:
             raise RecipeError(
                 "this model has no base: it is no adapter",
-                where="--base",
-                value=base,
-                hint="remove --base",
+                "--base",
+                base,
+                "remove --base",
             )
         return _Files(str(directory))
     config = read_json(directory, layout.ADAPTER_CONFIG) or {}
@@ -205,9 +202,9 @@ def _files_of(directory: Path, source: Path, base: str | None) -> _Files:
     if not isinstance(name, str) or not name:
         raise CheckpointUnusable(
             "the adapter does not state its base",
-            where=str(directory / layout.ADAPTER_CONFIG),
-            value=stated,
-            hint="name the directory of the base with --base",
+            directory / layout.ADAPTER_CONFIG,
+            stated,
+            "name the directory of the base with --base",
         )
     where = directory / layout.ADAPTER_CONFIG
     revision = base_revision(config, where) if name == stated else None
@@ -224,15 +221,15 @@ def _files_of(directory: Path, source: Path, base: str | None) -> _Files:
     return _Files(name, directory, revision)
 
 
-def _peft_record(source: Path) -> tuple[dict[str, Any] | None, Path]:
+def _peft_record(source: Path) -> tuple[ValueDict | None, Path]:
     """What a checkpoint of this program records about its adapter and its base, and the run; None for other files."""
     for checkpoint, name in ((source, MODEL), (source.parent, source.name)):
-        with contextlib.suppress(CheckpointUnusable):
+        with suppress(CheckpointUnusable):
             return read_peft_record(checkpoint, name), checkpoint.parent
     return None, source
 
 
-def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
+def _model_of(name: str, options: ValueDict, revision: str | None) -> Any:
     check_sizes(PreTrainedConfig.get_config_dict(name, revision=revision)[0], name)
     config = AutoConfig.from_pretrained(name, trust_remote_code=False, revision=revision)
     _check_head(config, name)
@@ -254,12 +251,11 @@ def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
     missing = sorted(info["missing_keys"])
     if missing:
         # transformers has drawn random values for them.
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointUnusable(
             "these files are not a whole language model: weights are missing",
-            where=name,
-            value=f"{missing[0]}{others}",
-            hint="use a model with its output layer; a backbone or a model of text embeddings generates no text",
+            name,
+            some_of(missing, 1),
+            "use a model with its output layer; a backbone or a model of text embeddings generates no text",
         )
     return model
 
@@ -278,7 +274,7 @@ def _check_head(config: Any, where: str) -> None:
         hint = f"use {try_command(directory)}"
     if kinds:
         what = "this model computes embeddings, labels or numbers of texts, and generates none"
-        raise RecipeError(what, where=where, value=kinds[0], hint=hint)
+        raise RecipeError(what, where, kinds[0], hint)
 
 
 def _takes_images(config: Any) -> bool:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.cli.common.output import print_document
 from automodel_ckpt.cli.common.paths import download_directory, find_checkpoint
 from automodel_ckpt.cli.common.remote import locate, locate_one
-from automodel_ckpt.cli.common.terminal import print_document, printable, size_text
 from automodel_ckpt.cli.models import hub
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
@@ -42,7 +42,7 @@ directory ? DIR | run directory, or directory of the model (default: the last na
 """
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Run ``ckpt push``. Raises :class:`CheckpointUnusable` for a damaged checkpoint, StoreError if the store fails."""
     from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
     from automodel_ckpt.checkpoint.store.transfer import Throttle
@@ -56,24 +56,24 @@ def run(arguments: argparse.Namespace) -> int:
     if not layout.parse_checkpoint_name(checkpoint.name):
         raise CheckpointUnusable(
             "only checkpoints of this program can be pushed",
-            where=str(checkpoint),
-            value=checkpoint.name,
-            hint="name a run directory or a checkpoint; `ckpt import` makes one from other files",
+            checkpoint,
+            checkpoint.name,
+            "name a run directory or a checkpoint; `ckpt import` makes one from other files",
         )
     remote, name = locate(arguments.url)
     if name is not None:
         raise RecipeError(
             "the URL of a run is needed, without the name of a checkpoint",
-            where="ckpt push",
-            value=arguments.url,
-            hint=f"use {remote.store}",
+            "ckpt push",
+            arguments.url,
+            f"use {remote.store}",
         )
     rate = arguments.max_mb_per_second
     throttle = Throttle(None if rate is None else 1e6 * rate)
     memory = checkpoint.parent / f".push-{checkpoint.name}.json"
     started = time.monotonic()
     url = f"{remote.store}/{checkpoint.name}"
-    options: dict[str, Any] = {"throttle": throttle, "num_threads": arguments.num_threads}
+    options = {"throttle": throttle, "num_threads": arguments.num_threads}
     nbytes = push_checkpoint(remote, checkpoint, memory, **options)
     remote.point(arguments.metric or "val_loss", "max" if arguments.max else "min")
     nbytes += push_exports(remote, checkpoint, **options)
@@ -82,10 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     if nbytes == 0:
         text = f"{url} is there already"
     document = {"url": url, "nbytes": nbytes, "seconds": seconds}
-    return print_document(arguments, document, [printable(text)])
+    return print_document(arguments, document, text)
 
 
-def run_pull(arguments: argparse.Namespace) -> int:
+def run_pull(arguments: Namespace) -> int:
     """Run ``ckpt pull``. Raises :class:`CheckpointUnusable` if there is no complete checkpoint, or if it is damaged."""
     from automodel_ckpt.hub.repository import is_hub
 
@@ -95,14 +95,14 @@ def run_pull(arguments: argparse.Namespace) -> int:
     if arguments.no_exports:
         raise RecipeError(
             "a model of the Hub has no exports beside it",
-            where="ckpt pull --no-exports",
-            value=arguments.url,
-            hint="remove --no-exports",
+            "ckpt pull --no-exports",
+            arguments.url,
+            "remove --no-exports",
         )
     return hub.run_pull(arguments)
 
 
-def _pull_checkpoint(arguments: argparse.Namespace) -> int:
+def _pull_checkpoint(arguments: Namespace) -> int:
     """Download a checkpoint from a store."""
     from automodel_ckpt.checkpoint.export.export_manifest import complete_exports
     from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_logs
@@ -111,18 +111,18 @@ def _pull_checkpoint(arguments: argparse.Namespace) -> int:
     if arguments.directory is not None and is_url(arguments.directory):
         raise RecipeError(
             "the target of a download is a local directory",
-            where="ckpt pull",
-            value=arguments.directory,
-            hint="download to a directory, then use `ckpt push` to copy the checkpoint to another store",
+            "ckpt pull",
+            arguments.directory,
+            "download to a directory, then use `ckpt push` to copy the checkpoint to another store",
         )
     remote, name, manifest = locate_one(arguments.url)
     directory = download_directory(arguments.directory, str(remote.store))
     if (directory / name).exists():
         raise RecipeError(
             "a checkpoint of this name exists",
-            where=str(directory / name),
-            value=name,
-            hint="choose another one, or remove it",
+            directory / name,
+            name,
+            "choose another one, or remove it",
         )
     started = time.monotonic()
     with held_run(directory, f"downloading {name}"):
@@ -142,7 +142,7 @@ def _pull_checkpoint(arguments: argparse.Namespace) -> int:
     with_exports = f", with {' and '.join(names)}" if names else ""
     text = f"downloaded {path}: {size_text(nbytes)} in {seconds:.1f} s, verified{with_exports}"
     document = {"path": str(path), "exports": names, "nbytes": nbytes, "seconds": seconds}
-    return print_document(arguments, document, [printable(text)])
+    return print_document(arguments, document, text)
 
 
 def _check_is_url(text: str, where: str) -> None:
@@ -151,7 +151,7 @@ def _check_is_url(text: str, where: str) -> None:
         return
     raise RecipeError(
         "this is neither the URL of a store nor a repository of the Hub",
-        where=where,
-        value=text,
-        hint="use a URL such as s3://BUCKET/RUN for checkpoints, or hub:ORG/NAME for a model",
+        where,
+        text,
+        "use a URL such as s3://BUCKET/RUN for checkpoints, or hub:ORG/NAME for a model",
     )

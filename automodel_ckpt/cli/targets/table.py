@@ -6,19 +6,19 @@ adds others. A new target is a row here, and a module in ``convert/targets/flow.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from automodel_ckpt.base.units import counted
+from automodel_ckpt.base.terminal import print_path
+from automodel_ckpt.base.units import counted, size_text
+from automodel_ckpt.checkpoint.files.type_aliases import AnyPath, Strings, ValueDict, Values
 from automodel_ckpt.cli.common.arguments import options_in, without_effect
-from automodel_ckpt.cli.common.terminal import print_path, printable, size_text
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import RecipeError, printable
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport
@@ -57,7 +57,7 @@ def attribute(flag: str) -> str:
     return name
 
 
-def unused_option(arguments: argparse.Namespace, target: Target) -> str | None:
+def unused_option(arguments: Namespace, target: Target) -> str | None:
     """Return an option on the command line that *target* does not use. Returns None when there is none."""
     for flag, settings in _SETTINGS.items():
         default = settings.get("default", False if "action" in settings else None)
@@ -88,23 +88,20 @@ class Target(NamedTuple):
     name: str
     summary: str
     output: str
-    options: tuple[str, ...]
-    supplied: Callable[[argparse.Namespace, Path], Mapping[str, Any]] | None = None
+    options: Strings
+    supplied: Callable[[Namespace, Path], Values] | None = None
     resumes: bool = False
 
-    def run(self, arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+    def run(self, arguments: Namespace, source: Path) -> ValueDict:
         """Export the checkpoint in *source*, print the path, and return the document of ``--json``."""
         from automodel_ckpt.convert.targets.flow import export_to
 
-        keywords: dict[str, Any] = {}
-        for flag in self.options:
-            keywords[attribute(flag)] = getattr(arguments, attribute(flag))
+        keywords = {attribute(flag): getattr(arguments, attribute(flag)) for flag in self.options}
         if self.supplied is not None:
             keywords |= self.supplied(arguments, source)
         source = keywords.pop("source", source)
         report = export_to(self.name, source, arguments.output, log=log, **keywords)
-        text = f"wrote {counted(report.num_tensors, 'tensor')}"
-        log(report_line(text, report, report.summary))
+        log(report_line(f"wrote {counted(report.num_tensors, 'tensor')}", report, report.summary))
         if not arguments.json:
             print_path(report.output)
         document = {**asdict(report), **report.details, "output": str(report.output)}
@@ -127,39 +124,39 @@ def report_line(text: str, report: Any, details: str = "") -> str:
 # ---------------------------------------------------------------- what a target needs in addition to its options
 
 
-def _scheme(arguments: argparse.Namespace, source: Path) -> Mapping[str, Any]:
+def _scheme(arguments: Namespace, source: Path) -> Values:
     from automodel_ckpt.convert.targets.compressed_tensors import SCHEMES
 
     if arguments.scheme not in SCHEMES:
         raise RecipeError(
             "compressed-tensors needs a scheme of quantization",
-            where="ckpt export --scheme",
-            value=arguments.scheme,
-            hint=f"one of {', '.join(SCHEMES)}",
+            "ckpt export --scheme",
+            arguments.scheme,
+            f"one of {', '.join(SCHEMES)}",
         )
     from automodel_ckpt.models.inspect.signature import linear_weights
 
     return {"linear_weights": linear_weights}
 
 
-def _exporter(arguments: argparse.Namespace, source: Path) -> Mapping[str, Any]:
+def _exporter(arguments: Namespace, source: Path) -> Values:
     from automodel_ckpt.models.onnx_export import export_to_onnx, require_onnx
 
     require_onnx()
     return {"exporter": export_to_onnx}
 
 
-def _trainer(arguments: argparse.Namespace, source: Path) -> Mapping[str, Any]:
+def _trainer(arguments: Namespace, source: Path) -> Values:
     """The intervals are from the recipe in the checkpoint; the others are the Trainer's defaults."""
     from automodel_ckpt.checkpoint.files.layout import CONFIG
     from automodel_ckpt.cli.common.model_parameters import parameters_in
     from automodel_ckpt.cli.common.paths import whole_checkpoint
-    from automodel_ckpt.config.help.changes import saved_recipe
+    from automodel_ckpt.config.changes import saved_recipe
 
     # As the other targets, it accepts the directory model/ of a checkpoint.
     source = whole_checkpoint(source)
     recipe = saved_recipe(source / CONFIG)
-    found: dict[str, int] = {}
+    found = {}
     for name, key in (
         ("train_batch_size", "local_batch_size"),
         ("save_steps", "ckpt_every_steps"),
@@ -252,7 +249,7 @@ TARGETS: tuple[Target, ...] = (
 
 
 def export_hf(
-    source: str | os.PathLike[str],
+    source: AnyPath,
     output: str | None,
     *,
     cast_dtype: str | None,
@@ -280,7 +277,7 @@ def export_hf(
     return report
 
 
-def run_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+def run_hf(arguments: Namespace, source: Path) -> ValueDict:
     """Export as the command line asks, and return the document of ``--json``."""
     if arguments.merge:
         report = _merged(arguments, source)
@@ -301,10 +298,9 @@ def run_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     return {**asdict(report), "output": str(report.output), "casts": casts}
 
 
-def _merged(arguments: argparse.Namespace, source: Path) -> ConsolidationReport:
+def _merged(arguments: Namespace, source: Path) -> ConsolidationReport:
     if arguments.nproc != 1:
-        where = "with --to hf --merge"
-        raise without_effect(arguments.command, "--nproc", arguments.nproc, where)
+        raise without_effect(arguments.command, "--nproc", arguments.nproc, "with --to hf --merge")
     from automodel_ckpt.base.store_url import cache_directory
     from automodel_ckpt.convert.merging.merge import merge
     from automodel_ckpt.models.inspect.repository import base_directory

@@ -1,12 +1,186 @@
-"""The other sections of NeMo AutoModel's recipes: seed, checkpoints, trackers, and tools around the training."""
+"""Parallelism in NeMo AutoModel's recipes, the seed, checkpoints, trackers and tools around the training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from automodel_ckpt.config.automodel.rows import Section, above_1, value_of
+from automodel_ckpt.config.automodel.rows import (
+    DTYPES,
+    Section,
+    above_1,
+    is_true,
+    value_of,
+)
+from automodel_ckpt.config.tree.convert import FALSE_WORDS
 from automodel_ckpt.config.tree.yaml_tree import Node
+
+_STRATEGIES = {
+    "fsdp2": "auto",
+    "megatron_fsdp": "auto",
+    "megatron-fsdp": "auto",
+    "mfsdp": "auto",
+    "ddp": "ddp",
+}
+"""AutoModel's strategies and ours."""
+_SCHEDULES = ("1f1b", "gpipe")
+"""Schedules of pipeline stages that both programs have."""
+_UNDIVIDED = (
+    "fsdp2 shards the model instead: only language models have stages; the same mathematics"
+)
+_PIPELINE_SIZES = (
+    "pp_microbatch_size pp_batch_size pp_seq_len patch_causal_lm_model patch_inner_model"
+)
+_PIPELINE = f"""
+- {_PIPELINE_SIZES} patch_stage_backward_maybe_with_nosync
+~ module_fqns_per_model_part: layers are divided evenly; the same mathematics
+~ pp_schedule_csv: the schedule of pp_schedule is used; the same mathematics
+- scale_grads_in_schedule dtype pp_recv_buffer_pool pp_recv_buffer_pool_slack round_virtual_stages_to_pp_multiple
+"""
+# FSDP2: when weights are gathered, and a synchronization that our masks do not need. DDP: how gradients are reduced.
+# Megatron FSDP is replaced by fsdp2.
+_DISTRIBUTED = """
+- _target_ dp_size defer_fsdp_grad_sync multimodal use_hf_tp_plan
+tp_size
+cp_size
+dp_replicate_size
+sequence_parallel
+reshard_after_forward
+* experts
+- moe autocast_dtype activation_checkpointing_scope enable_async_tensor_parallel
+- enable_fsdp2_prefetch fsdp2_forward_prefetch_depth fsdp2_backward_prefetch_depth patch_is_packed_sequence
+- broadcast_buffers find_unused_parameters static_graph bucket_cap_mb gradient_as_bucket_view
+- megatron_fsdp_unit_modules zero_dp_strategy init_fsdp_with_meta_device grad_reduce_in_fp32 preserve_fp32_weights
+- overlap_grad_reduce overlap_param_gather check_for_nan_in_grad report_nan_in_param_grad average_in_collective
+- disable_bucketing calculate_per_token_loss keep_fp8_transpose_cache nccl_ub fsdp_double_buffer
+! tp_plan: a plan by name | write distributed.tp_plan._target_ (docs/guides/multi-gpu.md)
+"""
+
+
+def distributed(section: Section) -> None:
+    """Translate the sizes of the device mesh, the strategy and the precision."""
+    node = section.take("strategy")
+    if node is not None:
+        _strategy(section, node)
+    _precision(section, is_ddp=node is not None and node.value == "ddp")
+    _checkpointing(section)
+    _compilation(section)
+    offloaded = section.take("offload_policy")
+    if offloaded is not None:
+        section.put("cpu_offload", Node("true", offloaded.origin))
+    _pipeline(section)
+    section.apply(_DISTRIBUTED, {"experts": _experts})
+
+
+def _experts(section: Section) -> None:
+    """Translate expert parallelism, which needs fsdp2 without tensor parallelism and adapters on experts here."""
+    node = section.peek("ep_size")
+    strategy = section.ours("distributed.strategy")
+    text = ""
+    if strategy is not None and strategy.value != "auto":
+        text = "ddp replicates the experts; the same mathematics"
+    elif section.ours("peft.target_parameters") or above_1(section.ours("distributed.tp_size")):
+        text = "experts are sharded by fsdp2 instead; the same mathematics"
+    if value_of(node) in (0, 1):
+        section.drop("ep_size")
+    elif node is not None and text:
+        section.take("ep_size")
+        section.degraded("ep_size", node, text)
+    else:
+        section.rename("ep_size")
+
+
+def _strategy(section: Section, node: Node) -> None:
+    name = str(node.value).lower()
+    if name not in _STRATEGIES:
+        hint = f"use one of {', '.join(_STRATEGIES)}"
+        section.reject("strategy", node, "this strategy is not supported", hint)
+        return
+    if name not in ("fsdp2", "ddp"):
+        section.degraded("strategy", node, "fsdp2 of torch is used; the same mathematics")
+    section.put("strategy", Node(_STRATEGIES[name], node.origin))
+
+
+def _precision(section: Section, *, is_ddp: bool) -> None:
+    """Translate the precision of the forward pass.
+
+    Without ``mp_policy``, AutoModel computes in bfloat16 with FSDP2, and in the data type of the weights with DDP
+    (``components/distributed/config.py`` and ``ddp.py``, revision 36044ad3d).
+    """
+    policy = section.inner("mp_policy")
+    node = policy.take("param_dtype")
+    if node is None and is_ddp and section.peek("autocast_dtype") is not None:
+        section.rename("autocast_dtype", "mixed_precision", words="dtypes")
+    elif node is not None:
+        value = DTYPES.get(str(node.value), str(node.value))
+        value = "null" if value == "float32" else value
+        section.put("mixed_precision", Node(value, node.origin))
+    elif policy.node is None:
+        section.put_default("mixed_precision", "none" if is_ddp else "bfloat16")
+    policy.apply("""
+        - _target_ output_dtype cast_forward_inputs
+        ~ reduce_dtype in bfloat16 bf16 torch.bfloat16: gradients are reduced in the data type of the weights
+    """)
+    if policy.node is not None and not policy.node.value:
+        section.take("mp_policy")
+
+
+def _checkpointing(section: Section) -> None:
+    """Translate activation checkpointing, which belongs to the model here."""
+    node = section.take("activation_checkpointing")
+    if node is None:
+        return
+    # Other words are values of ours, or errors.
+    mode = str(node.value).lower().replace("-", "_")
+    if is_true(node) or mode in ("full", "enabled"):
+        mode = "true"
+    elif mode in FALSE_WORDS:
+        mode = "false"
+    section.put_root("model.activation_checkpointing", Node(mode, node.origin))
+    if str(node.value).lower() != mode:
+        section.note("activation_checkpointing", node, f"translated to {mode}")
+
+
+def _compilation(section: Section) -> None:
+    """Translate the compilation of each layer, which is what the section compile does here."""
+    node = section.flag("enable_compile")
+    given = section.theirs("compile.enabled")
+    if node is None:
+        return
+    if given is not None and (given.is_flag or is_true(given)):
+        section.no_effect("enable_compile", node)
+        return
+    section.put_root("compile.enabled", Node("true", node.origin))
+
+
+def _pipeline(section: Section) -> None:
+    """Translate pipeline parallelism. Without it, AutoModel ignores the section pipeline.
+
+    Each rank has one stage, and the layers are divided evenly: layers_per_stage can only confirm this.
+    """
+    pipeline = section.inner("pipeline")
+    size = section.peek("pp_size")
+    is_used = above_1(size)
+    if is_used and (micro_batch := pipeline.take("pp_microbatch_size")) is not None:
+        # AutoModel splits a local batch into these; here a local batch is what passes a stage.
+        steps = section.work.section("distributed.pipeline", "step_scheduler")
+        steps.put("local_batch_size", micro_batch)
+    if size is not None and is_used and section.work.has_images:
+        section.take("pp_size")
+        section.degraded("pp_size", size, _UNDIVIDED)
+        is_used = False
+    else:
+        section.rename("pp_size")
+    name = "1f1b"
+    if is_used and (schedule := pipeline.take("pp_schedule")) is not None:
+        name = str(schedule.value).lower()
+        if name not in _SCHEDULES:
+            pipeline.degraded("pp_schedule", schedule, "1f1b is used; the same mathematics")
+            name = "1f1b"
+        section.put("pp_schedule", Node(name, schedule.origin))
+    pipeline.drop("layers_per_stage", "pp_schedule")
+    pipeline.apply(_PIPELINE)
+
 
 _CHECKPOINT = """
 enabled

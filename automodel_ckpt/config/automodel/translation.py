@@ -16,12 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from automodel_ckpt.config.automodel import (
-    adapters,
     batches,
     datasets,
     model,
     others,
-    ranks,
     training,
 )
 from automodel_ckpt.config.automodel.model import AUTO_CLASS
@@ -68,14 +66,14 @@ _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
 SECTIONS: tuple[tuple[str, Callable[[Section], None] | str], ...] = (
     # Later functions look at what earlier ones have translated: adapters before freezing, data before the steps.
     ("model", model.model),
-    ("peft", adapters.adapters),
-    ("freeze_config", adapters.freeze),
-    ("quantization", adapters.quantization),
+    ("peft", model.adapters),
+    ("freeze_config", model.freeze),
+    ("quantization", model.quantization),
     (
         "dist_env",
         "backend -> /distributed.backend @not_nccl\ntimeout_minutes -> /distributed.timeout_minutes",
     ),
-    ("distributed", ranks.distributed),
+    ("distributed", others.distributed),
     ("dataset", datasets.dataset),
     ("validation_dataset", datasets.validation),
     ("dataloader", batches.dataloader),

@@ -20,7 +20,7 @@ from automodel_ckpt.config.tree.convert import describe, members
 PACKAGE = "automodel_ckpt."
 SUPPLIED = ("tokenizer", "processor", "params", "reduction", "model", "labels")
 """Parameters that the recipe's class adds; they are no keys of a recipe."""
-_ROW_DEFAULTS = "automodel_ckpt.data.rows.arguments.ROW_DEFAULTS"
+_ROW_DEFAULTS = "automodel_ckpt.data.collate.ROW_DEFAULTS"
 _NAMES: dict[str, Any] = {
     "Any": Any,
     "Literal": Literal,

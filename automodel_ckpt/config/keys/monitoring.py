@@ -191,19 +191,3 @@ class GenerationConfig:
             "remove generation.system or generation.raw",
         ),
     )
-
-
-def harness_of(recipe: Any) -> HarnessConfig | None:
-    """The benchmark that a recipe, or a namespace with its fields, runs during training. None when there is none."""
-    section = getattr(recipe, "evaluation", None)
-    return None if section is None else section.harness
-
-
-def has_benchmarks(recipe: Any) -> bool:
-    """Whether a recipe, or a namespace with its fields, runs benchmarks during training.
-
-    A section that is not valid counts: nothing else should be reported because of it.
-    """
-    section = getattr(recipe, "evaluation", None)
-    is_invalid = section is not None and not isinstance(section, EvaluationConfig)
-    return is_invalid or harness_of(recipe) is not None

@@ -15,6 +15,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
+from automodel_ckpt.checkpoint.parts.manifest import has_manifest
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.format import (
@@ -51,7 +52,7 @@ class AutoModel(Format):
     def detect(self, path: Path) -> bool:
         # A checkpoint of this program has the same directories; its optimizer is under another key.
         is_complete = layout.DCP_METADATA in names_in(path / _OPTIMIZER)
-        if not is_complete or os.path.lexists(path / layout.MANIFEST):
+        if not is_complete or has_manifest(path):
             return False
         if layout.ADAPTER_MODEL in names_in(path / _MODEL):
             return False
@@ -89,10 +90,8 @@ class AutoModel(Format):
         if optimizer_key(content) != _OPTIMIZER:
             return None
         optimizer = read_optimizer(directory, content, _OPTIMIZER, self.open(path).tensors)
-        counters = self.counters(path)
         return TrainingState(
-            step=counters.step,
-            epoch=counters.epoch,
+            **vars(self.counters(path)),
             optimizer=optimizer,
             scheduler=_schedule(directory, content, optimizer),
             omitted=tuple(name for name in _RANK_STATE if os.path.lexists(path / name)),

@@ -178,8 +178,7 @@ def _rank_files(tag: Path) -> tuple[dict[int, str], dict[int, str], bool]:
         raise unusable(
             "the file of the model's states is missing", tag, "no mp_rank_00_model_states.pt"
         )
-    used = [*model.values(), *optimizer.values()]
-    check_regular_files(tag, used)
+    check_regular_files(tag, [*model.values(), *optimizer.values()])
     return model, optimizer, is_partitioned
 
 
@@ -414,8 +413,7 @@ class _Model:
             )
         for index, shapes in enumerate(groups):
             _check_places(ranks, index)
-            vector = [rank.parts[index] for rank in ranks]
-            self._add_group(list(shapes.items()), [vector])
+            self._add_group(list(shapes.items()), [[rank.parts[index] for rank in ranks]])
 
     def _add_group(self, shapes: Iterable[tuple[str, Shape]], vectors: Sequence[Vector]) -> None:
         """Add parameters that follow one another in *vectors*.

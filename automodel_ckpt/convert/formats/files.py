@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.base.units import left_out, others_text, values_text
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
@@ -15,8 +17,9 @@ from automodel_ckpt.checkpoint.files.safe_open import (
     open_regular,
     parse_json,
     read_model_file,
+    without_links,
 )
-from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict, Texts, ValueDict
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Strings, TextDict, Texts, ValueDict
 from automodel_ckpt.checkpoint.parts.slices import (
     Slice,
     Tensor,
@@ -25,7 +28,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     tiling_fault,
 )
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.errors import TAKE_ANOTHER, CheckpointUnusable, unusable
+from automodel_ckpt.errors import TAKE_ANOTHER, CheckpointUnusable, RecipeError, unusable
 
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -34,7 +37,18 @@ UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 _MAX_JSON_BYTES = 16 << 20
 
 
-def reports(num_others: int, num_values: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def library(name: str, purpose: str, where: str, extra: str) -> Any:
+    """Return the module *name* for a *purpose* in words. Raises :class:`RecipeError`, which names the *extra*."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        hint = f"pip install 'automodel_ckpt[{extra}]'"
+        raise RecipeError(
+            f"{purpose} needs the package {extra}", where, str(error), hint
+        ) from error
+
+
+def reports(num_others: int, num_values: int) -> tuple[Strings, Strings]:
     """Return the notes for the user about unchecked files, and what of them is omitted: tensors and values."""
     notes = [UNCHECKED]
     omitted = []
@@ -56,11 +70,8 @@ def names_in(directory: Path) -> list[str]:
 def first_bytes(path: Path, num_bytes: int) -> bytes:
     """Return the first bytes of the file *path*, after following links. Raises OSError, also for special files."""
     # A plain open() of a FIFO would wait for a writer forever.
-    descriptor = open_regular(Path(os.path.realpath(path)))
-    try:
-        return os.pread(descriptor, num_bytes, 0)
-    finally:
-        os.close(descriptor)
+    with os.fdopen(open_regular(without_links(path)), "rb", buffering=0) as file:
+        return file.read(num_bytes)
 
 
 def is_gzip(head: bytes) -> bool:
@@ -150,7 +161,7 @@ def optional_json(directory: Path, name: str) -> ValueDict:
         return {}
 
 
-@contextlib.contextmanager
+@contextmanager
 def faults_of(
     path: Path,
     what: str = "this file of torch.save cannot be read",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from automodel_ckpt.checkpoint.files.type_aliases import Shape, Values
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Strings, Values
 from automodel_ckpt.checkpoint.parts.slices import TensorMap
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
@@ -36,7 +36,7 @@ only if its files number the parameters instead of naming them.
 class ParameterGroup:
     """The names of an optimizer's parameters with the same options, such as ``lr``, ``betas`` and ``weight_decay``."""
 
-    parameters: tuple[str, ...]
+    parameters: Strings
     options: Values
 
 
@@ -58,39 +58,6 @@ class OptimizerState:
     names_from: str = ""
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """What a checkpoint states about its training run. A field is None when the checkpoint does not state it.
-
-    *step* counts optimizer steps, *epoch* finished epochs, and *consumed_samples* the samples of all ranks. *scheduler*
-    has the plain values of the LR scheduler's ``state_dict()``. *omitted* names, in words, what is not transferred.
-    """
-
-    step: int | None = None
-    epoch: int | None = None
-    consumed_samples: int | None = None
-    optimizer: OptimizerState | None = None
-    scheduler: Values | None = None
-    omitted: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class TensorSummary:
-    """A tensor for display: safetensors dtype code, global shape, and the number of slices that it is stored in."""
-
-    dtype: str
-    shape: Shape
-    slices: int
-
-
-@dataclass(frozen=True)
-class Inventory:
-    """All tensors of a path, by name, and the number of other values (for example the options of an optimizer)."""
-
-    tensors: Mapping[str, TensorSummary]
-    num_values: int = 0
-
-
 # Counters below this are exact in all numbers of a run.
 _MAX_COUNT = 2**53
 
@@ -110,6 +77,40 @@ class Counters:
         return Counters(
             *(each if type(each) is int and 0 <= each < _MAX_COUNT else None for each in stated)
         )
+
+
+@dataclass(frozen=True)
+class TrainingState(Counters):
+    """What a checkpoint states about its training run. A field is None when the checkpoint does not state it.
+
+    *step* counts optimizer steps, *epoch* finished epochs, and *consumed_samples* the samples of all ranks. *scheduler*
+    has the plain values of the LR scheduler's ``state_dict()``. *omitted* names, in words, what is not transferred.
+    """
+
+    optimizer: OptimizerState | None = None
+    scheduler: Values | None = None
+    omitted: Strings = ()
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """A tensor for display: safetensors dtype code, global shape, and the number of slices that it is stored in."""
+
+    dtype: str
+    shape: Shape
+    slices: int
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All tensors of a path, by name, and the number of other values (for example the options of an optimizer)."""
+
+    tensors: Mapping[str, TensorSummary]
+    num_values: int = 0
+
+
+Details = Mapping[str, Strings]
+"""What ``ckpt show`` prints about a path: lines by section title."""
 
 
 class Format(ABC):
@@ -157,7 +158,7 @@ class Format(ABC):
         """
         return frozenset()
 
-    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+    def details(self, path: Path) -> Details:
         """Return what else ``ckpt show`` prints about *path*: lines by section title, for example a model's config.
 
         Raises :class:`CheckpointUnusable` if the files are damaged.

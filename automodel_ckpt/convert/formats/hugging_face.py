@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest, fin
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import model_file
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
-from automodel_ckpt.checkpoint.files.type_aliases import TextDict
+from automodel_ckpt.checkpoint.files.type_aliases import Strings, TextDict
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts.slices import TensorDict, TensorMap, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source
@@ -72,7 +72,7 @@ class HuggingFaceFiles(Format):
         export = find_export_manifest(path, follow_links=True)
         weight_map = weight_map_of(path, export) or {}
         names = safetensors_in(path)
-        omitted: tuple[str, ...] = ()
+        omitted: Strings = ()
         if SINGLE_FILE in names and SINGLE_FILE not in weight_map.values():
             # transformers reads this file, and neither the index of an earlier model nor other files: Mistral's
             # consolidated.safetensors has the same weights under other names.

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.files.safe_open import open_regular, without_links
 from automodel_ckpt.checkpoint.files.type_aliases import Texts
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_ranges
 from automodel_ckpt.convert.formats.files import faults_of
@@ -59,11 +59,11 @@ class LightningFile(TorchFile):
         return ""
 
     def counters(self, path: Path) -> Counters:
-        return _counters(read_archive(Path(os.path.realpath(path))).value)
+        return _counters(read_archive(without_links(path)).value)
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
         """Return the counters, the optimizer, which numbers its parameters, and the schedule."""
-        path = Path(os.path.realpath(path))
+        path = without_links(path)
         archive = read_archive(path)
         value = archive.value
         model = value.get(_MODEL) if isinstance(value, dict) else None
@@ -209,7 +209,7 @@ def _states_version(path: Path) -> bool:
     The pickle is searched, not read: this is fast for any size, and a damaged file is reported when it is opened.
     """
     try:
-        descriptor = open_regular(Path(os.path.realpath(path)))
+        descriptor = open_regular(without_links(path))
     except OSError:
         return False
     try:

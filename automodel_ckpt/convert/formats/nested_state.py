@@ -36,11 +36,9 @@ def keys_of_model(paths: Iterable[Keys]) -> Keys:
     firsts = {path[0] for path in nested}.difference(OPTIMIZER_KEYS)
     pairs = {path[:2] for path in nested if len(path) > 2}
     usual = [key for key in MODEL_KEYS if key in firsts]
-    for first in usual[:1] or (firsts if len(firsts) == 1 else ()):
-        for second in MODEL_KEYS:
-            if (first, second) in pairs:
-                return (first, second)
-    return tuple(usual[:1])
+    outer = usual[:1] or (firsts if len(firsts) == 1 else ())
+    found = ((first, second) for first in outer for second in MODEL_KEYS)
+    return next((keys for keys in found if keys in pairs), tuple(usual[:1]))
 
 
 def without_wrappers(name: str) -> str:
@@ -68,8 +66,7 @@ def names_without_wrappers(names: Collection[str]) -> Texts:
 
 
 def _without_inner(name: str) -> str:
-    components = name.split(".")
-    return ".".join(component for component in components if component not in _INNER_MODULES)
+    return ".".join(component for component in name.split(".") if component not in _INNER_MODULES)
 
 
 def _outer_prefix(names: Collection[str]) -> str:

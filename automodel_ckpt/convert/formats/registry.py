@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import os
 import re
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 from automodel_ckpt.base.other_weights import POINTER
-from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.manifest import has_manifest
 from automodel_ckpt.convert.formats.files import first_bytes, names_in
 from automodel_ckpt.convert.formats.format import Format
 
@@ -85,7 +84,7 @@ _RUN = Row("automodel:AutoModel", r"optim")
 @functools.cache
 def _format_at(place: str) -> Format:
     module, _, name = place.partition(":")
-    found = getattr(importlib.import_module(f"automodel_ckpt.convert.formats.{module}"), name)
+    found = getattr(import_module(f"automodel_ckpt.convert.formats.{module}"), name)
     known: Format = found() if isinstance(found, type) else found
     return known
 
@@ -145,7 +144,7 @@ def formats_in(directory: Path) -> dict[str, Format]:
         path, is_inside = directory / name, name != "."
         if is_inside and (name in parts or path.is_symlink() or not path.is_dir()):
             continue
-        if os.path.lexists(path / layout.MANIFEST):
+        if has_manifest(path):
             continue
         try:
             known = detect(path, readable_only=True)

@@ -17,12 +17,11 @@ from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.convert.formats.files import (
     check_regular_files,
     faults_of,
-    names_in,
     renamed,
     tiled,
 )
 from automodel_ckpt.convert.formats.format import Format
-from automodel_ckpt.convert.formats.hugging_face import SHARDING_INFO
+from automodel_ckpt.convert.formats.hugging_face import SHARDING_INFO, safetensors_in
 from automodel_ckpt.convert.formats.nested_state import names_without_wrappers
 from automodel_ckpt.errors import unusable
 
@@ -37,11 +36,11 @@ class SafetensorsShards(Format):
     has_own_names = True
 
     def detect(self, path: Path) -> bool:
-        return any(name.endswith(".safetensors") for name in names_in(path))
+        return bool(safetensors_in(path))
 
     def open(self, path: Path) -> Source:
         """Describe the model. Links are never followed: all shards are in one directory."""
-        names = [name for name in names_in(path) if name.endswith(".safetensors")]
+        names = safetensors_in(path)
         check_no_links(path, (layout.HF_METADATA,))
         check_regular_files(path, names)
         slices: dict[str, list[Slice]] = {}

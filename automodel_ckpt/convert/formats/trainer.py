@@ -83,14 +83,14 @@ class TransformersTrainer(Format):
 
     def losses(self, path: Path) -> Values:
         """Return the last logged losses."""
-        found = {}
         history = optional_json(path, STATE_FILE).get("log_history")
         # Later lines replace earlier ones.
-        for line in history if isinstance(history, list) else []:
-            for key, name in (("loss", "train_loss"), ("eval_loss", "val_loss")):
-                if isinstance(line, dict) and key in line:
-                    found[name] = line[key]
-        return found
+        return {
+            name: line[key]
+            for line in (history if isinstance(history, list) else ())
+            for key, name in (("loss", "train_loss"), ("eval_loss", "val_loss"))
+            if isinstance(line, dict) and key in line
+        }
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
         """Return the counters, the optimizer and the schedule.
@@ -121,9 +121,7 @@ class TransformersTrainer(Format):
         if state.get("best_metric") is not None:
             omitted.append("the best metric")
         return TrainingState(
-            step=counters.step,
-            epoch=counters.epoch,
-            consumed_samples=counters.consumed_samples,
+            **vars(counters),
             optimizer=optimizer,
             scheduler=scheduler,
             omitted=tuple(omitted),

@@ -19,7 +19,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.export.base_identity import base_revision
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.type_aliases import Files, Shape, Values
+from automodel_ckpt.checkpoint.files.type_aliases import Counts, Files, Shape, Strings, Values
 from automodel_ckpt.checkpoint.parts.slices import TensorMap
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
@@ -95,8 +95,8 @@ class AdapterSettings:
     """
 
     lora: Values
-    targets: tuple[str, ...]
-    rows: Mapping[str, int]
+    targets: Strings
+    rows: Counts
     task_type: str | None
     base: str
     revision: str | None
@@ -228,9 +228,10 @@ def _read_settings(directory: Path, tensors: TensorMap) -> AdapterSettings:
         "target_parameters": tuple(_names(path, values, "target_parameters")),
         "modules_to_save": tuple(name for name in others if saved and name.endswith(saved)),
         "bias": values.get("bias", "none"),
+        "use_dora": bool(values.get("use_dora")),
+        "use_rslora": bool(values.get("use_rslora")),
+        "ensure_weight_tying": bool(values.get("ensure_weight_tying")),
     }
-    for name in ("use_dora", "use_rslora", "ensure_weight_tying"):
-        lora[name] = bool(values.get(name))
     rows = {}
     for name, tensor in tensors.items():
         module = name.removeprefix(_PREFIX).removesuffix(".weight").removesuffix(".base_layer")

@@ -5,18 +5,19 @@ A directory can contain several formats, such as a checkpoint of NeMo AutoModel 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.type_aliases import Values
+from automodel_ckpt.checkpoint.files.type_aliases import Counts, Values
+from automodel_ckpt.checkpoint.parts.manifest import has_manifest
 from automodel_ckpt.convert.formats.files import names_in, optional_json
-from automodel_ckpt.convert.formats.format import Format, Inventory
+from automodel_ckpt.convert.formats.format import Details, Format, Inventory
 from automodel_ckpt.convert.formats.registry import detect, formats_in
 from automodel_ckpt.convert.imports.file_names import parse_name
 from automodel_ckpt.convert.imports.source_files import check_links_of_weights
@@ -37,7 +38,7 @@ class ExternalTree:
     format: Format
     inventory: Inventory
     problems: tuple[Problem, ...] = ()
-    details: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,17 @@ class ExternalDirectory:
 
     path: Path
     formats: Mapping[str, Format]
-    files: Mapping[str, int]
+    files: Counts
     losses: Values
     written: float
 
     @property
     def kind(self) -> str:
         """The formats in words: ``model: safetensors shards, optim: PyTorch DCP``."""
-        words = []
-        for name, known in self.formats.items():
-            words.append(known.name if name == "." else f"{name}: {known.name}")
+        words = [
+            known.name if name == "." else f"{name}: {known.name}"
+            for name, known in self.formats.items()
+        ]
         return ", ".join(words)
 
     def trees(self) -> dict[str, ExternalTree]:
@@ -74,7 +76,7 @@ class ExternalDirectory:
 def read_external(directory: Path) -> ExternalDirectory | None:
     """Return the content of *directory* or of a single file; None without a known format, or for a checkpoint of this
     program."""
-    if directory.is_dir() and os.path.lexists(directory / layout.MANIFEST):
+    if directory.is_dir() and has_manifest(directory):
         return None
     formats = formats_in(directory)
     if not formats:
@@ -96,7 +98,7 @@ def losses_in(directory: Path, known: Format | None = None) -> Values:
 
 
 def _tree(directory: Path, known: Format) -> ExternalTree:
-    details: Mapping[str, tuple[str, ...]] = {}
+    details: Details = {}
     try:
         # First: if a model's weights cannot be read here, its config is still shown.
         details = known.details(directory)
@@ -116,7 +118,7 @@ def _files(directory: Path) -> Iterator[tuple[str, int]]:
         os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names
     )
     for path in sorted(itertools.islice(paths, _MAX_FILES)):
-        with contextlib.suppress(FileNotFoundError):  # a file that is being written or removed
+        with suppress(FileNotFoundError):  # a file that is being written or removed
             status = os.lstat(path)
             if stat.S_ISLNK(status.st_mode) and os.path.isfile(path):
                 status = os.stat(path)

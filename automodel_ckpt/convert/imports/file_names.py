@@ -17,6 +17,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from automodel_ckpt.checkpoint.files.type_aliases import Metrics, Strings
+from automodel_ckpt.convert.formats.format import Counters
+
 _SUFFIX = re.compile(r"\.(ckpt|pt|pth|bin|nemo|tar|safetensors)$")
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|nan|inf|-inf"
 # "key=value": the key is what precedes the sign, back to a character that no key contains.
@@ -43,16 +46,13 @@ _SPLITS = frozenset(["val", "valid", "validation", "eval", "test", "train", "bes
 
 
 @dataclass(frozen=True)
-class NameMetadata:
+class NameMetadata(Counters):
     """What the name of a checkpoint states: None or no metric for what it does not state.
 
     *is_last* means that the program marked it as its last checkpoint.
     """
 
-    step: int | None = None
-    epoch: int | None = None
-    consumed_samples: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     is_last: bool = False
 
     @property
@@ -66,7 +66,7 @@ class Ranking:
     """Checkpoints by the metric that their names state, the best one first."""
 
     metric: str
-    names: tuple[str, ...]
+    names: Strings
 
     @property
     def label(self) -> str:

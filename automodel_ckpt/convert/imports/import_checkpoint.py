@@ -7,16 +7,17 @@ is not imported is reported. ``new_checkpoint.py`` writes the checkpoint.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.files import agreeing_config
-from automodel_ckpt.checkpoint.export.plan import make_plan
+from automodel_ckpt.checkpoint.export.plan import BaseMaps, make_plan
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.sources.source import MODEL, BaseMaps, Tensors
+from automodel_ckpt.checkpoint.files.safe_open import without_links
+from automodel_ckpt.checkpoint.files.type_aliases import Strings
+from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.convert.formats.format import Parameters
 from automodel_ckpt.convert.formats.hugging_face import has_adapter
 from automodel_ckpt.convert.formats.registry import detect
@@ -42,7 +43,7 @@ from automodel_ckpt.convert.merging.model_names import (
     has_odd_prefix,
 )
 from automodel_ckpt.convert.names.conversion import check_converted
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import RecipeError, unusable
 
 _CONFIG = "config.json"
 
@@ -88,7 +89,7 @@ def prepare(source: Path, run: Path, options: ImportOptions = ImportOptions()) -
 def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewCheckpoint:
     stored = weights = source.opened.modules[MODEL]
     adapter = _adapter(source, weights, options)
-    name_notes: tuple[str, ...] = ()
+    name_notes: Strings = ()
     omitted = [*source.opened.omitted]
     if adapter is not None:
         # peft can save copies of layers of the base, and second ones of modules that are trained in full.
@@ -114,9 +115,9 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
         if weights is not stored:
             raise RecipeError(
                 "the weights get other names, and the state of the optimizer cannot get them",
-                where="ckpt import --training-state",
-                value=next(iter(stored.tensors))[:200],
-                hint="import the weights without --training-state",
+                "ckpt import --training-state",
+                next(iter(stored.tensors))[:200],
+                "import the weights without --training-state",
             )
         path, state = training_state_of(source, options.parameters, config=options.config)
         training = training_import(state, where=path, step=options.step, epoch=options.epoch)
@@ -155,7 +156,7 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     )
 
 
-def _compared(source: ImportSource, weights: Tensors, options: ImportOptions) -> tuple[str, ...]:
+def _compared(source: ImportSource, weights: Tensors, options: ImportOptions) -> Strings:
     """Compare *weights* with the model that config.json describes. Returns notes in words.
 
     Files that were saved with their config.json are not compared: building the model takes seconds. Raises
@@ -177,8 +178,7 @@ def _compared(source: ImportSource, weights: Tensors, options: ImportOptions) ->
         return (unknown,) if has_own_names else ()
     if has_own_names and options.names is None:
         found.check(str(source.path))
-    is_quantized = bool(quantization_of(files))
-    found.check_shapes(weights.tensors, str(source.path), is_quantized=is_quantized)
+    found.check_shapes(weights.tensors, str(source.path), is_quantized=bool(quantization_of(files)))
     return tuple(found.lines())
 
 
@@ -187,7 +187,7 @@ def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> 
     if source.is_file or not has_adapter(source.directory):
         return None
     if options.adapters is None or options.config is not None:
-        raise source_error(
+        raise unusable(
             "an adapter is imported with its base, not with a config",
             source.directory,
             layout.ADAPTER_MODEL,
@@ -200,10 +200,10 @@ def _config_directory(config: Path) -> Path:
     """Return the directory of a config.json, from the path of the file or of its directory."""
     directory = config.parent if config.name == _CONFIG else config
     if not (directory / _CONFIG).is_file():
-        raise source_error(
+        raise unusable(
             "there is no config.json",
             directory,
             "no such file",
             "give --config the directory of the model's config.json",
         )
-    return Path(os.path.realpath(directory))
+    return without_links(directory)

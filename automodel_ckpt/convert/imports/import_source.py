@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.safe_open import is_sparse
+from automodel_ckpt.checkpoint.files.safe_open import is_sparse, without_links
 from automodel_ckpt.checkpoint.files.type_aliases import FileDict
+from automodel_ckpt.checkpoint.parts.manifest import has_manifest
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.convert.formats.format import Format, Parameters, TrainingState
@@ -25,6 +26,7 @@ from automodel_ckpt.convert.imports.source_files import (
     without_unused_code,
 )
 from automodel_ckpt.convert.open import Weights, open_weights
+from automodel_ckpt.errors import unusable
 
 # Named as a file, it would be imported as a model.
 _OLD_ADAPTER = "adapter_model.bin"
@@ -61,7 +63,7 @@ class ImportSource:
             opened = open_weights(path, config)
             assert known is not None, "open_weights raises for an unknown format"
             return ImportSource(path, path.parent, known, opened)
-        path = Path(os.path.realpath(path))
+        path = without_links(path)
         directory, known = _located(path)
         return ImportSource(path, directory, known, open_weights(directory, config))
 
@@ -115,7 +117,7 @@ def check_merged(weights: Tensors, where: Path) -> None:
         if ".lora_A." in name:
             base = name.partition(".lora_A.")[0] + ".base_layer.weight"
             if base in weights.tensors:
-                raise source_error(
+                raise unusable(
                     "these are the weights of a base and of an adapter that is not merged into it",
                     where,
                     f"{base[:200]}, {name[:200]}",
@@ -141,7 +143,7 @@ def check_not_sparse(weights: Tensors) -> None:
 def _located(source: Path) -> tuple[Path, Format]:
     """Return the directory of the weights, and its format. Raises :class:`CheckpointUnusable`."""
     if not source.is_dir():
-        raise source_error(
+        raise unusable(
             "the path to import does not exist",
             source,
             "no such file or directory",
@@ -151,9 +153,9 @@ def _located(source: Path) -> tuple[Path, Format]:
     if known is not None and not known.is_readable:
         known.open(source)  # raises an error that names the format
     # lexists(): a broken link must not make a checkpoint look like files of another program.
-    is_ours = any(os.path.lexists(place / layout.MANIFEST) for place in (source, source.parent))
+    is_ours = any(has_manifest(place) for place in (source, source.parent))
     if is_ours or resume.newest(source) is not None:
-        raise source_error(
+        raise unusable(
             "this is already a checkpoint or a run of automodel_ckpt: there is nothing to import",
             source,
             layout.MANIFEST,
@@ -228,12 +230,13 @@ def training_state_of(
             check_not_sparse(Tensors(state.optimizer.root, tensors))
         # Counters that only the name of the source states.
         named = parse_name(source.path.name)
-        counters = {}
-        for name in ("step", "epoch", "consumed_samples"):
-            if getattr(state, name) is None:
-                counters[name] = getattr(named, name)
+        counters = {
+            name: getattr(named, name)
+            for name in ("step", "epoch", "consumed_samples")
+            if getattr(state, name) is None
+        }
         return path, replace(state, **counters)
-    raise source_error(
+    raise unusable(
         "there is no training state that can be imported",
         source.path,
         ", ".join(kinds) or "no known format",

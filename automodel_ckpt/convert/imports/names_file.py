@@ -45,10 +45,11 @@ def rename(module: Tensors, path: Path, omitted: list[str]) -> Tensors:
 
     names = {fqn: new_name(fqn) for fqn in module.tensors}
     tensors = {name: module.tensors[fqn].renamed(name) for fqn, name in names.items() if name}
-    tied = {}
-    for alias, stored in module.tied.items():
-        if names[stored] and new_name(alias):
-            tied[new_name(alias)] = names[stored]
+    tied = {
+        new_name(alias): names[stored]
+        for alias, stored in module.tied.items()
+        if names[stored] and new_name(alias)
+    }
     others = [fqn for fqn, name in names.items() if not name]
     if len(tensors) + len(others) < len(module.tensors):
         (twice, _), *_ = Counter(filter(None, names.values())).most_common(1)
@@ -100,7 +101,7 @@ def _pattern(path: Path, text: str, replacement: str) -> re.Pattern[str]:
 def _wrong(path: Path, value: str) -> RecipeError:
     return RecipeError(
         "the file of names cannot be used",
-        where=f"ckpt import --names {path}",
-        value=value,
-        hint="one line for each name: NAME IN THE SOURCE: NEW NAME; `ckpt show --tensors` lists the names",
+        f"ckpt import --names {path}",
+        value,
+        "one line for each name: NAME IN THE SOURCE: NEW NAME; `ckpt show --tensors` lists the names",
     )

@@ -5,7 +5,6 @@ It is complete, in the layout ``hf``, written and published as any save: staged,
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from automodel_ckpt.checkpoint.export.next_steps import no_need_script
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan
-from automodel_ckpt.checkpoint.export.script import no_need_script
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.safe_open import parse_json
-from automodel_ckpt.checkpoint.files.type_aliases import Files, TextDict, ValueDict, Values
+from automodel_ckpt.checkpoint.files.safe_open import json_bytes, parse_json
+from automodel_ckpt.checkpoint.files.type_aliases import Files, Strings, TextDict, ValueDict, Values
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, Data, FileJob, run_all
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
@@ -70,7 +69,7 @@ class NewCheckpoint:
     losses: Values
     run: Path
     name: layout.CheckpointName
-    left_out: tuple[str, ...]
+    left_out: Strings
     lineage: Values
     contents: Callable[[Tensor], Data] | None = None
     training: TrainingImport | None = None
@@ -78,10 +77,10 @@ class NewCheckpoint:
     training_left: str = ""
     position_from: str = ""
     adapter: AdapterModel | None = None
-    name_notes: tuple[str, ...] = ()
+    name_notes: Strings = ()
 
     @property
-    def absent(self) -> tuple[str, ...]:
+    def absent(self) -> Strings:
         """What the checkpoint does not contain, in words."""
         return _ABSENT if self.training is None else tuple(self.training.absent)
 
@@ -180,15 +179,14 @@ def _write(planned: NewCheckpoint, run: Path) -> Path:
 
 def _jobs(planned: NewCheckpoint) -> Iterator[FileJob]:
     for file in planned.plan.files:
-        chunks = list(_chunks(planned, file))
-        yield FileJob(f"{MODEL}/{file.name}", chunks, MODEL, file.nbytes)
+        yield FileJob(f"{MODEL}/{file.name}", list(_chunks(planned, file)), MODEL, file.nbytes)
     beside = dict(planned.side_files)
     if not planned.is_adapter:
         beside[layout.HF_INDEX] = planned.plan.index()
         beside[layout.CONSOLIDATE_SCRIPT] = no_need_script().encode()
     contents = {f"{MODEL}/{name}": data for name, data in beside.items()}
     contents.update(planned.other_files)
-    contents[layout.LOSSES] = json.dumps(_losses(planned), indent=2).encode() + b"\n"
+    contents[layout.LOSSES] = json_bytes(_losses(planned))
     for name, data in contents.items():
         yield FileJob(name, [Chunk(0, data)], nbytes=len(data))
 

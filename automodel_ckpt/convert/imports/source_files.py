@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import model_file, parse_json, read_safely
-from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, Strings, ValueDict
 from automodel_ckpt.checkpoint.sources.model_files import (
     QUANTIZATION_FILES,
     base_files,
@@ -30,7 +31,12 @@ _WEIGHT_FILES = (
     layout.DCP_METADATA,
     layout.EXPORT_MANIFEST,
 )
-_HINT = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
+
+source_error = partial(
+    unusable,
+    hint="use a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/",
+)
+"""The error for a source that cannot be imported: what, where and the value."""
 
 
 def side_files_of(source: Path, directory: Path) -> FileDict:
@@ -87,7 +93,7 @@ def recipe_of(source: Path) -> FileDict:
     return {layout.CONFIG: read_safely(source, layout.CONFIG, limit=_MAX_RECIPE_BYTES)}
 
 
-def check_links(directory: Path, endings: tuple[str, ...]) -> None:
+def check_links(directory: Path, endings: Strings) -> None:
     """Check symbolic links to the files with these *endings*. Raises :class:`CheckpointUnusable` for a link that
     :func:`~automodel_ckpt.checkpoint.files.safe_open.model_file` does not follow.
     """
@@ -102,8 +108,3 @@ def check_links(directory: Path, endings: tuple[str, ...]) -> None:
 def check_links_of_weights(directory: Path) -> None:
     """Check symbolic links to the files of weights in *directory* by :func:`check_links`."""
     check_links(directory, _WEIGHT_FILES)
-
-
-def source_error(what: str, where: Path, value: object, hint: str = _HINT) -> CheckpointUnusable:
-    """Return the error for a source that cannot be imported."""
-    return unusable(what, where, value, hint)

@@ -40,8 +40,8 @@ DATA = "dataloader"
 RANDOM = "rng"
 """Attributes of the recipes (``automodel_ckpt/training/recipe.py``), as checkpoints name them."""
 _ADAM_ENTRIES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+# What OneCycleLR (torch 2.13) adds to each parameter group.
 _CYCLE_OPTIONS = ("max_lr", "min_lr", "max_momentum", "base_momentum")
-"""What OneCycleLR (torch 2.13) adds to each parameter group."""
 # The options of torch.optim.AdamW (2.13) and their values in the recipes' default optimizer.
 _ADAM_OPTIONS: Values = {
     "lr": 1e-3,
@@ -238,10 +238,12 @@ def written_optimizer(written: RankManifest) -> Tree:
 def _tree(optimizer: OptimizerState, schedule: Values | None) -> DescribedTree:
     all_entries = {entry for entries in optimizer.tensors.values() for entry in entries}
     is_adam = "exp_avg" in all_entries and all_entries <= _ADAM_ENTRIES
-    for group in optimizer.groups:
-        # NAdam and RAdam have moments of these names, too. All classes of torch.optim (2.13) with such moments have
-        # `differentiable`, and only Adam and AdamW `amsgrad`.
-        is_adam = is_adam and ("amsgrad" in group.options or "differentiable" not in group.options)
+    # NAdam and RAdam have moments of these names, too. All classes of torch.optim (2.13) with such moments have
+    # `differentiable`, and only Adam and AdamW `amsgrad`.
+    is_adam = is_adam and all(
+        "amsgrad" in group.options or "differentiable" not in group.options
+        for group in optimizer.groups
+    )
     stored: dict[KeyPath, Tensor] = {}
     numbers: dict[KeyPath, float] = {}
     for name, entries in optimizer.tensors.items():

@@ -8,7 +8,6 @@ with the model.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.plan import make_plan
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.files.safe_open import parse_json
-from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict
+from automodel_ckpt.checkpoint.files.safe_open import json_bytes, parse_json
+from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, Strings, ValueDict
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.parts.slices import Tensor
@@ -41,6 +40,7 @@ from automodel_ckpt.errors import RecipeError, unusable
 
 Integers = Literal["equal", "first", "last"]
 _SHOWN = 5
+_invalid = partial(RecipeError, hint="`ckpt average --help` describes it")
 _ADAPTER_FILES = (layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG, *ADAPTER_SIDE_FILES)
 
 
@@ -138,10 +138,10 @@ def prepare(
 def sources_in(average: Summary) -> list[str | None]:
     """Return the digests of the manifests of the checkpoints that an average was made from, None for other sources."""
     sources = average.lineage.get("averaged_from")
-    digests = []
-    for source in sources if isinstance(sources, list) else ():
-        digests.append(source.get("manifest") if isinstance(source, dict) else None)
-    return digests
+    return [
+        source.get("manifest") if isinstance(source, dict) else None
+        for source in (sources if isinstance(sources, list) else ())
+    ]
 
 
 def _shares(weights: Sequence[float] | None, ema: float | None, count: int) -> list[float]:
@@ -171,10 +171,6 @@ def _shares(weights: Sequence[float] | None, ema: float | None, count: int) -> l
             weights,
         )
     return [weight / total for weight in weights]
-
-
-def _invalid(what: str, where: str, value: object) -> RecipeError:
-    return RecipeError(what, where=where, value=value, hint="`ckpt average --help` describes it")
 
 
 def _opened(sources: Sequence[Path]) -> list[Weights]:
@@ -210,7 +206,7 @@ def _lineage(
     return lineage, max(names)
 
 
-def _left_out(opened: Sequence[Weights]) -> tuple[str, ...]:
+def _left_out(opened: Sequence[Weights]) -> Strings:
     """Name what the sources contain in addition to the averaged weights."""
     names = []
     for weights_in in opened:
@@ -326,7 +322,7 @@ def _adapter_files(path: Path) -> FileDict:
         if isinstance(record.get("base"), dict):
             # It is the path from another run directory.
             record["base"]["relative_to_run"] = None
-            files[layout.AUTOMODEL_PEFT_CONFIG] = json.dumps(record, indent=2).encode() + b"\n"
+            files[layout.AUTOMODEL_PEFT_CONFIG] = json_bytes(record)
         return files
     return {}
 
@@ -353,9 +349,9 @@ def _mean(
     sources = [tensor_blocks(each.root, each.tensors[tensor.fqn], wide) for each in modules]
     with np.errstate(over="ignore", invalid="ignore"):
         for group in zip(*sources, strict=True):
-            weighted = []
-            for block, share in zip(group, shares, strict=True):
-                weighted.append(number(share) * np.frombuffer(block, number))
+            weighted = [
+                number(share) * np.frombuffer(block, number)
+                for block, share in zip(group, shares, strict=True)
+            ]
             # Not a sum from 0 on, which would change -0.0.
-            total = functools.reduce(np.add, weighted)
-            yield cast(total, wide, tensor.dtype).view("u1").data
+            yield cast(functools.reduce(np.add, weighted), wide, tensor.dtype).view("u1").data

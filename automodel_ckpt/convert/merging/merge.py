@@ -6,13 +6,12 @@ of the largest tensor. Staged and published as every export. Imports no torch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +42,9 @@ from automodel_ckpt.checkpoint.export.plan import (
 )
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import digest_of
-from automodel_ckpt.checkpoint.files.safe_open import parse_json
-from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Values
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.files.safe_open import json_bytes, parse_json
+from automodel_ckpt.checkpoint.files.type_aliases import AnyPath, FileDict, Values
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, has_manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.model_files import (
     EMBEDDING_FILES,
@@ -68,7 +67,7 @@ from automodel_ckpt.errors import CheckpointUnusable, RecipeError, unusable
 
 def merge(
     source: Path,
-    output: str | os.PathLike[str] | None = None,
+    output: AnyPath | None = None,
     *,
     base: str | None,
     directory_of: Callable[[str, str | None], Path | None],
@@ -126,9 +125,9 @@ def merge(
 def _checkpoint_of(source: Path) -> tuple[Path, str]:
     """Return the checkpoint that *source* is, or is a part of, and the name of the part with the adapter."""
     checkpoint, name = source, "model"
-    if not os.path.lexists(source / layout.MANIFEST):
+    if not has_manifest(source):
         checkpoint, name = source.parent, source.name
-    if not os.path.lexists(checkpoint / layout.MANIFEST):
+    if not has_manifest(checkpoint):
         raise unusable(
             "only adapters in a checkpoint of this program can be merged",
             source,
@@ -146,9 +145,9 @@ def _checked(
     if directory is None:
         raise RecipeError(
             "the base model is not on this machine",
-            where="--base",
-            value=name,
-            hint="load it once while there is a network, or give its directory with --base",
+            "--base",
+            name,
+            "load it once while there is a network, or give its directory with --base",
         )
     digest = identify_base(name, directory, run=run, cache=cache).digest
     # Shapes prove nothing: an adapter on another base loads and answers nonsense.
@@ -162,17 +161,17 @@ def _checked(
     return directory
 
 
-@contextlib.contextmanager
+@contextmanager
 def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapter]:
     """Yield the verified adapter. If it is sharded, it is consolidated into a temporary directory."""
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         directory = checkpoint / name
         if f"{name}/{layout.ADAPTER_MODEL}" in manifest.files:
             paths = [path for path in manifest.files if path.startswith(f"{name}/")]
             files = {path: manifest.files[path] for path in paths}
-            problems = verify(checkpoint, dataclasses.replace(manifest, files=files), "digest")
-            if problems:
-                raise CheckpointUnusable.all_of(problems)
+            CheckpointUnusable.check(
+                verify(checkpoint, dataclasses.replace(manifest, files=files), "digest")
+            )
         else:
             scratch = tempfile.TemporaryDirectory(prefix="automodel_ckpt-")
             directory = Path(stack.enter_context(scratch), "adapter")
@@ -196,17 +195,16 @@ def _side_files(
     """
     tokenizer = read_files(adapter.directory, TOKENIZER_FILES)
     of_embeddings = read_files(adapter.directory, EMBEDDING_FILES)
-    files = {}
-    for name, data in base_files(base_dir).items():
-        is_replaced = (tokenizer and is_tokenizer_file(name)) or (
-            of_embeddings and is_embedding_file(name)
-        )
-        if not is_replaced:
-            files[name] = data
+    files = {
+        name: data
+        for name, data in base_files(base_dir).items()
+        if not (tokenizer and is_tokenizer_file(name))
+        and not (of_embeddings and is_embedding_file(name))
+    }
     path = base_dir / "config.json"
     if adapter.model_config is not None:
         path = adapter.model_config
-        files |= {"config.json": read_files(path.parent, [path.name])[path.name]}
+        files["config.json"] = read_files(path.parent, [path.name])[path.name]
         # The generation config belongs to the base, which generates text.
         files.pop(GENERATION_CONFIG, None)
     config, warnings = agreeing_config(files["config.json"], plan, model.maps, path)
@@ -233,12 +231,12 @@ def _changed_config(raw: bytes, model: MergedModel) -> bytes:
                 section["vocab_size"] = after
     if json.dumps(config) == before:
         return raw
-    return json.dumps(config, indent=2).encode() + b"\n"
+    return json_bytes(config)
 
 
 def _write(file: OutputFile, model: MergedModel, staging: Path) -> Iterator[Digested]:
     """Write a file, fsync it, and yield the digests of its parts."""
-    with contextlib.closing(Output(staging / file.name, file.header, file.nbytes)) as output:
+    with closing(Output(staging / file.name, file.header, file.nbytes)) as output:
         yield Digested(file.name, 0, len(file.header), digest_of(file.header))
         for tensor, at in file.placed():
             values = model.value(tensor.fqn, tensor.dtype)

@@ -238,4 +238,4 @@ def _as_matrix(array: Array) -> Array:
 def unusable(what: str, where: str, value: str) -> CheckpointUnusable:
     """Return the error for an adapter that cannot be merged."""
     hint = "load base and adapter with peft in your own code, and call merge_and_unload"
-    return CheckpointUnusable(what, where=where, value=value, hint=hint)
+    return CheckpointUnusable(what, where, value, hint)

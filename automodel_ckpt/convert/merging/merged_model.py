@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _SINGLE = "model.safetensors"
+_LACKING = "the adapter changes a tensor that the base lacks"
 # Tensors of the base and the adapter have absolute paths: their files can be links into the Hub's cache.
 _ROOT = Path("/")
 
@@ -63,14 +64,13 @@ class Adapter:
 
 def base_tensors(directory: Path) -> tuple[TensorDict, dict[str, int]]:
     """Return the base's tensors, and {tensor name: number of its file (from 1)}."""
-    index = directory / layout.HF_INDEX
-    names = files_of_index(index) or [_SINGLE]
+    names = files_of_index(directory / layout.HF_INDEX) or [_SINGLE]
     if names == [_SINGLE] and not (directory / _SINGLE).is_file():
         raise RecipeError(
             "the base is not in safetensors files",
-            where="--base",
-            value=str(directory),
-            hint="merge with peft in your own code (merge_and_unload): its digest is of these files",
+            "--base",
+            str(directory),
+            "merge with peft in your own code (merge_and_unload): its digest is of these files",
         )
     export = find_export_manifest(directory, follow_links=True)
     tensors: TensorDict = {}
@@ -124,11 +124,9 @@ class MergedModel:
     @property
     def rows(self) -> set[tuple[int, int]]:
         """The numbers of rows (before, after) of the tensors with another number of rows than the base's tensor."""
-        found = set()
-        for name in self._changes:
-            if name in self._base and self._base[name].shape[:1] != self.tensors[name].shape[:1]:
-                found.add((self._base[name].shape[0], self.tensors[name].shape[0]))
-        return found
+        changed = self._base.keys() & self._changes.keys()
+        pairs = [(self._base[name].shape, self.tensors[name].shape) for name in changed]
+        return {(before[0], after[0]) for before, after in pairs if before[:1] != after[:1]}
 
     def value(self, name: str, dtype: str) -> Array:
         """Return the value of the tensor *name* (in files) as *dtype*. Raises :class:`CheckpointUnusable`."""
@@ -257,25 +255,27 @@ class MergedModel:
         is_headless = self._adapter.config.get("task_type") == "FEATURE_EXTRACTION"
         if not is_headless or names & changes.keys():
             return changes
-        prefixes = set()
-        for name in changes:
-            prefixes |= {each.removesuffix(name) for each in names if each.endswith(f".{name}")}
+        prefixes = {
+            each.removesuffix(name)
+            for name in changes
+            for each in names
+            if each.endswith(f".{name}")
+        }
         prefix = prefixes.pop() if len(prefixes) == 1 else ""
         return {f"{prefix}{name}": change for name, change in changes.items()}
 
     def _assign_changes(self, changes: dict[str, Change]) -> None:
         """Assign the *changes*, by name in memory, to tensors in files."""
-        lacking = "the adapter changes a tensor that the base lacks"
-        self._assign_expert_changes(changes, lacking)
+        self._assign_expert_changes(changes)
         for name, change in changes.items():
             is_new = bool(change.whole) and name in self._naming.files
             has_own_head = self._adapter.model_config is not None
             if self._found(name) is None and not (has_own_head and is_new):
-                raise self._not_mergeable(lacking, name)
+                raise self._not_mergeable(_LACKING, name)
             self._changes[self._file_name(name)] = change
             self._in_memory[self._file_name(name)] = name
 
-    def _assign_expert_changes(self, changes: dict[str, Change], lacking: str) -> None:
+    def _assign_expert_changes(self, changes: dict[str, Change]) -> None:
         """Move the changes of fused experts out of *changes*, and assign them to tensors in files."""
         for module, experts in self._naming.experts.items():
             try:
@@ -288,7 +288,7 @@ class MergedModel:
                 parts: Mapping[str, tuple[Any, ...]] = parameter.parts
                 for name, part in (parts or {self._file_name(parameter.name): ()}).items():
                     if name not in self._base:
-                        raise self._not_mergeable(lacking, name)
+                        raise self._not_mergeable(_LACKING, name)
                     there = ExpertRange(parameter.num_experts, *part)
                     self._changes[name] = dataclasses.replace(change, experts=there)
                     self._in_memory[name] = parameter.name

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from automodel_ckpt.base.units import counted
+from automodel_ckpt.base.units import counted, some_of
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.files.type_aliases import Shape
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Strings
 from automodel_ckpt.checkpoint.parts.slices import TensorMap
 from automodel_ckpt.errors import unusable
 
@@ -30,8 +30,8 @@ class NameDifferences:
     """
 
     model: str
-    unknown: tuple[str, ...]
-    missing: tuple[str, ...]
+    unknown: Strings
+    missing: Strings
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     vocab_size: int | None = None
 
@@ -84,12 +84,13 @@ class NameDifferences:
 
     def lines(self) -> Iterator[str]:
         """Describe the differences."""
-        if self.unknown:
-            names = _listed(self.unknown)
-            yield f"{counted(len(self.unknown), 'tensor')} that a {self.model} does not have: {names}"
-        if self.missing:
-            names = _listed(self.missing)
-            yield f"{counted(len(self.missing), 'tensor')} of a {self.model} not found: {names}"
+        for names, which in (
+            (self.unknown, f"that a {self.model} does not have"),
+            (self.missing, f"of a {self.model} not found"),
+        ):
+            if names:
+                listed = some_of([name[:200] for name in names], _MAX_NAMED)
+                yield f"{counted(len(names), 'tensor')} {which}: {listed}"
 
 
 NameComparer = Callable[[bytes, Collection[str]], NameDifferences | None]
@@ -112,9 +113,3 @@ def has_odd_prefix(names: Iterable[str]) -> bool:
         return False
     (prefix,) = prefixes
     return prefix not in _BACKBONES or any(pair[1:] in ((prefix,), ("lm_head",)) for pair in pairs)
-
-
-def _listed(names: Collection[str]) -> str:
-    shown = [name[:200] for name in list(names)[:_MAX_NAMED]]
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(shown) + more

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files.type_aliases import Counts, Strings
 from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorDict, TensorMap
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.files import faults_of
@@ -28,7 +28,7 @@ class ExternalTensors:
     """
 
     tensors: TensorMap
-    zero_rows: Mapping[str, int] = field(default_factory=dict)
+    zero_rows: Counts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Converter:
     They convert between the names of Hugging Face and of another program, Megatron or torchtitan.
     """
 
-    model_types: tuple[str, ...]
+    model_types: Strings
     rules: tuple[Rule, ...]
 
     def to_hugging_face(self, tensors: TensorMap, dimensions: Dimensions, where: str) -> TensorDict:
@@ -96,9 +96,7 @@ class Converter:
         return ExternalTensors(found, zero_rows)
 
 
-def _split(
-    rule: Rule, tensor: Tensor, targets: tuple[str, ...], dimensions: Dimensions
-) -> list[Tensor]:
+def _split(rule: Rule, tensor: Tensor, targets: Strings, dimensions: Dimensions) -> list[Tensor]:
     """Return the Hugging Face tensors *targets* in one of the other program."""
     vocab_size = dimensions.vocab_size
     if rule.padded and vocab_size is not None and tensor.shape[:1] != (vocab_size,):

@@ -86,19 +86,14 @@ def config_of_arguments(arguments: Values) -> ValueDict:
 
 
 def _optional_count(values: Values, key: str, where: str) -> int | None:
-    value = values.get(key)
-    if value is None:
-        return None
-    # Not isinstance: True is an int, too.
-    if type(value) is not int or not 0 < value < 2**31:
-        raise _unusable(key, value, where)
-    return value
+    return None if values.get(key) is None else _count(values, key, where)
 
 
 def _count(values: Values, key: str, where: str) -> int:
-    value = _optional_count(values, key, where)
-    if value is None:
-        raise _unusable(key, None, where)
+    value = values.get(key)
+    # Not isinstance: True is an int, too.
+    if type(value) is not int or not 0 < value < 2**31:
+        raise _unusable(key, value, where)
     return value
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from automodel_ckpt.checkpoint.files.type_aliases import Strings
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, contiguous_slices, nbytes_of
 from automodel_ckpt.convert.names.dimensions import Dimensions
 
@@ -71,8 +72,7 @@ def stack(fqn: str, tensors: Sequence[Tensor]) -> Tensor:
             slices.append(
                 replace(stored, fqn=fqn, offsets=offsets, sizes=sizes, digest=None, strides=strides)
             )
-    shape = (len(tensors), *tensors[0].shape)
-    return Tensor(fqn, tensors[0].dtype, shape, tuple(slices))
+    return Tensor(fqn, tensors[0].dtype, (len(tensors), *tensors[0].shape), tuple(slices))
 
 
 def _rows_of(tensor: Tensor, first: int, num_rows: int) -> Iterator[Slice]:
@@ -139,7 +139,7 @@ class Rule:
     """
 
     external: str
-    hugging_face: tuple[str, ...]
+    hugging_face: Strings
     rows: Arrangement = one_after_another
     optional: bool = False
     padded: bool = False
@@ -149,7 +149,7 @@ class Rule:
         """Whether the tensor is the Hugging Face tensor under another name."""
         return self.rows is one_after_another and len(self.hugging_face) == 1
 
-    def expanded(self, dimensions: Dimensions) -> Iterator[tuple[str, tuple[str, ...]]]:
+    def expanded(self, dimensions: Dimensions) -> Iterator[tuple[str, Strings]]:
         """Yield the external name and the Hugging Face names for each layer and each expert."""
         num_layers = dimensions.num_layers if "{layer}" in self.external else 1
         num_experts = dimensions.num_experts if "{expert}" in self.external else 1
@@ -176,7 +176,7 @@ def vocabulary(external: str, hugging_face: str, *, optional: bool = False) -> R
 
 def fuse(
     external: str,
-    hugging_face: tuple[str, ...],
+    hugging_face: Strings,
     rows: Arrangement = one_after_another,
     *,
     optional: bool = False,

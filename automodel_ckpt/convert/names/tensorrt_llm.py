@@ -103,8 +103,7 @@ def tensors_of_rank(
                 zero_rows = size - len(rows[0])
             elif division == "qkv":
                 rows = _heads_of_rank(dimensions, rank, num_ranks)
-            ranges = [RowRange(0, own.start, len(own)) for own in rows]
-            stored = join_rows(name, [tensor], ranges)
+            stored = join_rows(name, [tensor], [RowRange(0, own.start, len(own)) for own in rows])
             widths = tuple(map(len, columns))
             part = Box((0, *(own.start for own in columns)), (stored.shape[0], *widths))
             yield RankTensor(name, (stored.shape[0] + zero_rows, *widths), stored, part)

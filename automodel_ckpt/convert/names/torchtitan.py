@@ -40,11 +40,12 @@ def by_rotated_pair(dimensions: Dimensions, num_rows: int, num_parts: int) -> li
     if size % 2 or num_rows % size:
         return []  # the converter reports tensors that do not match the config
     half = size // 2
-    ranges = []
-    for head in range(0, num_rows, size):
-        for row in range(head, head + half):
-            ranges += [RowRange(0, row, 1), RowRange(0, row + half, 1)]
-    return ranges
+    return [
+        RowRange(0, row, 1)
+        for head in range(0, num_rows, size)
+        for first in range(head, head + half)
+        for row in (first, first + half)
+    ]
 
 
 TORCHTITAN_LLAMA = Converter(
@@ -93,8 +94,7 @@ def torchtitan_conversion(directory: Path) -> Conversion | None:
     if config is None or config.get("model_type") not in TORCHTITAN_LLAMA.model_types:
         return None
     where = str(directory / _CONFIG)
-    dimensions = dimensions_of_config(config, where)
-    return Conversion(TORCHTITAN_LLAMA, dimensions, where, _current_names)
+    return Conversion(TORCHTITAN_LLAMA, dimensions_of_config(config, where), where, _current_names)
 
 
 def has_torchtitan_names(tensors: Collection[str]) -> bool:

@@ -7,10 +7,10 @@ float32.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,17 @@ from automodel_ckpt.checkpoint.export.plan import (
 )
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS, TORCH_NAMES
-from automodel_ckpt.checkpoint.files.safe_open import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import json_bytes, parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.box_reader import whole_checked
 from automodel_ckpt.checkpoint.tensors.float_cast import cast
+from automodel_ckpt.convert.formats.files import library
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.errors import RecipeError, unusable
+from automodel_ckpt.errors import unusable
 
 SCHEMES = ("FP8_DYNAMIC", "W4A16", "W8A16", "W8A8")
 """Presets of the library. W and A are the bits of weights and activations. FP8_DYNAMIC is 8-bit floats for both."""
@@ -45,6 +46,7 @@ _PACKED = "pack-quantized"
 _CODES = {"FP8_DYNAMIC": "F8_E4M3", "W8A8": "I8"}
 _CONFIG = "config.json"
 _WORD_BITS = 32
+_WHERE = "ckpt export --to compressed-tensors"
 
 LinearWeights = Callable[[Path], frozenset[str]]
 """Returns the names of the linear layers' weights, for the model with its config.json in a directory."""
@@ -83,18 +85,11 @@ class _Quantizer:
     """The library's scheme *name*, and what it makes of a weight. Raises :class:`RecipeError` without the library."""
 
     def __init__(self, name: str) -> None:
-        try:
-            quantization = importlib.import_module("compressed_tensors.quantization")
-            compressors = importlib.import_module("compressed_tensors.compressors")
-            self._utils = importlib.import_module("compressed_tensors.quantization.utils")
-            self._torch = importlib.import_module("torch")
-        except ImportError as error:
-            raise RecipeError(
-                "quantizing needs the package compressed-tensors",
-                where="ckpt export --to compressed-tensors",
-                value=str(error),
-                hint="pip install 'automodel_ckpt[compressed-tensors]'",
-            ) from error
+        quantization, compressors, self._utils = (
+            library(f"compressed_tensors.{module}", "quantizing", _WHERE, "compressed-tensors")
+            for module in ("quantization", "compressors", "quantization.utils")
+        )
+        self._torch = import_module("torch")
         self.name = name
         self.format = _FORMATS[name]
         self._quantization = quantization
@@ -115,8 +110,7 @@ class _Quantizer:
             quantization_status="compressed",
             ignore=list(ignored),
         )
-        document: ValueDict = json.loads(config.model_dump_json())
-        return document
+        return dict(json.loads(config.model_dump_json()))
 
     def entries(self, layer: str, shape: Shape, scale_dtype: str) -> Iterator[Entry]:
         """Yield what is stored for the weight of *layer* (with a dot), of *shape* [out, in]."""
@@ -186,7 +180,7 @@ def _config(raw: bytes, quantizer: _Quantizer, plan: Plan, quantized: frozenset[
             ignored.add(layer)
     config = parse_json(raw)
     config["quantization_config"] = quantizer.config(sorted(ignored))
-    return json.dumps(config, indent=2).encode() + b"\n"
+    return json_bytes(config)
 
 
 # ---------------------------------------------------------------- writing
@@ -203,8 +197,7 @@ def _write_weights(
         for tensor in file.tensors:
             shape = tensor.stored.shape
             if tensor.fqn in quantized:
-                layer = tensor.fqn.removesuffix("weight")
-                entries += quantizer.entries(layer, shape, tensor.dtype)
+                entries += quantizer.entries(tensor.fqn.removesuffix("weight"), shape, tensor.dtype)
             else:
                 entries.append((tensor.fqn, tensor.dtype, shape))
         # Wide elements first: every tensor is then aligned to its elements, which readers that map the file need.
@@ -221,7 +214,7 @@ def _write_weights(
                     out.write(data)
                     starts[name] += data.nbytes
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return json.dumps(document, indent=2).encode() + b"\n"
+    return json_bytes(document)
 
 
 def _outputs(
@@ -239,6 +232,6 @@ def _outputs(
 
 def _weight(root: Path, tensor: ExportTensor) -> Any:
     """Return a weight as a torch tensor in the dtype of the export. Raises :class:`CheckpointUnusable`."""
-    torch = importlib.import_module("torch")
+    torch = import_module("torch")
     values = cast(whole_checked(root, tensor.stored), tensor.stored.dtype, tensor.dtype).copy()
     return torch.from_numpy(values.view("u1")).view(getattr(torch, TORCH_NAMES[tensor.dtype]))

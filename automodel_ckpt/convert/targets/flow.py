@@ -6,19 +6,19 @@ Imports no torch.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
+from automodel_ckpt.checkpoint.export.files import Log, cast_lines, side_files
 from automodel_ckpt.checkpoint.export.plan import Plan, export_names, make_plan, parse_cast_dtype
-from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Values
+from automodel_ckpt.checkpoint.files.safe_open import without_links
+from automodel_ckpt.checkpoint.files.type_aliases import AnyPath, FileDict, Strings, Values
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
@@ -32,7 +32,6 @@ from automodel_ckpt.convert.publishing import (
 )
 from automodel_ckpt.errors import CheckpointUnusable, Problem, unusable
 
-Log = Callable[[str], None]
 LOG: Log = logging.getLogger("automodel_ckpt").info
 _ROOT = Path("/")
 _CONFIG = "config.json"
@@ -53,7 +52,7 @@ class ExportReport:
     nbytes: int
     seconds: float
     checked: bool
-    warnings: tuple[str, ...]
+    warnings: Strings
     details: Values = field(default_factory=dict)
     summary: str = ""
 
@@ -67,8 +66,8 @@ class Export:
 
     def __init__(
         self,
-        source: str | os.PathLike[str],
-        output: str | os.PathLike[str] | None = None,
+        source: AnyPath,
+        output: AnyPath | None = None,
         *,
         cast_dtype: str | None = None,
         overwrite: bool = False,
@@ -105,8 +104,7 @@ class Export:
         source = self.source
         path = source.model_directory if source.root == _ROOT else source.root
         # Publishing renames: with a link, it would replace the link instead of its target.
-        default = path.with_name((name or path.name) + suffix)
-        self.target = Path(os.path.realpath(self._output or default))
+        self.target = without_links(self._output or path.with_name((name or path.name) + suffix))
 
     def check(self, *, reads_parts: bool = False, num_threads: int = 5) -> None:
         """Raise :class:`CheckpointUnusable` for damaged files, and if a tensor of the model is missing or left over.
@@ -123,8 +121,7 @@ class Export:
             problems = verify(source.root, source.manifest, level, num_threads=num_threads)
         elif source.export is not None and reads_parts:
             problems = source.export.problems(only=set(source.files))
-        if problems:
-            raise CheckpointUnusable.all_of(problems)
+        CheckpointUnusable.check(problems)
 
     def plan(self, cast_code: str | None = None) -> Plan:
         """Plan tensors in the dtypes of the checkpoint, not of its base, unless they are cast.
@@ -144,11 +141,11 @@ class Export:
         """Return config.json and the tokenizer's files by name, without those in subdirectories, and log warnings."""
         beside, warnings = self.side_files(self.plan(cast_code))
         self.warn(*self.source.notes, *warnings)
-        files = {}
-        for name, content in sorted(beside.items()):
-            if (name == _CONFIG or is_tokenizer_file(name)) and "/" not in name:
-                files[name] = content
-        return files
+        return {
+            name: content
+            for name, content in sorted(beside.items())
+            if (name == _CONFIG or is_tokenizer_file(name)) and "/" not in name
+        }
 
     def required_config(self, what: str) -> Path:
         """Return the directory with the model's config.json. Raises :class:`CheckpointUnusable` if there is none."""
@@ -214,6 +211,7 @@ class Export:
         )
 
 
+# The values of ``ckpt export --to`` except hf, and their modules here, each with a function ``write``.
 _MODULES = {
     "gguf": "gguf",
     "torch": "torch_file",
@@ -226,13 +224,12 @@ _MODULES = {
     "qnemo": "tensorrt_llm",
     "onnx": "onnx",
 }
-"""The values of ``ckpt export --to`` except hf, and their modules here, each with a function ``write``."""
 
 
 def export_to(
     target: str,
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
+    source: AnyPath,
+    output: AnyPath | None = None,
     *,
     cast_dtype: str | None = None,
     overwrite: bool = False,

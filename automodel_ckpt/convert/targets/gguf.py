@@ -6,7 +6,6 @@ blocks of rows. Memory: some blocks; for a checkpoint of several shards, the lar
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,12 +21,12 @@ from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.export.next_steps import gguf_lines
 from automodel_ckpt.checkpoint.export.plan import ExportTensor
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
-from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
+from automodel_ckpt.checkpoint.files.type_aliases import Strings, ValueDict
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.box_reader import whole_checked
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
-from automodel_ckpt.convert.formats.files import faults_of, read_json
+from automodel_ckpt.convert.formats.files import faults_of, library, read_json
 from automodel_ckpt.convert.formats.gguf.header import (
     F32,
     Q8_0,
@@ -48,7 +47,7 @@ from automodel_ckpt.convert.formats.gguf.values import KeyValue
 from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import is_copy
-from automodel_ckpt.errors import RecipeError, SaveFailed, os_problem, unusable
+from automodel_ckpt.errors import RecipeError, SaveFailed, unusable
 
 # Rows are cast, reordered and quantized in blocks of about this many bytes in single precision.
 _BLOCK_BYTES = 16 << 20
@@ -85,15 +84,7 @@ def write(export: Export, *, tensor_type: str | None = None, num_threads: int = 
     ``convert/formats/gguf/header.py``, in any case, for example ``Q8_0``. By default they have the dtype of the
     checkpoint, which may be cast to bf16, fp16 or fp32.
     """
-    try:
-        library = importlib.import_module("gguf")
-    except ImportError as error:
-        raise RecipeError(
-            "writing GGUF needs the package gguf",
-            where="ckpt export --to gguf",
-            value=str(error),
-            hint="pip install 'automodel_ckpt[gguf]'",
-        ) from error
+    gguf = library("gguf", "writing GGUF", "ckpt export --to gguf", "gguf")
     wanted = _wanted_kind(tensor_type, export.cast_code)
     if wanted is not None:
         # Quantized values are computed from the stored ones: a cast before would only lose precision.
@@ -121,7 +112,7 @@ def write(export: Export, *, tensor_type: str | None = None, num_threads: int = 
     export.warn(*export.source.notes, *tokenizer_warnings, *_warnings(model, entries, wanted))
     export.log_casts((entry.source.stored.dtype, entry.kind.name) for entry in entries)
     with published_file(export.target, export.log, what="the GGUF file") as path:
-        _write_file(library, path, export.source, keys, model, entries)
+        _write_file(gguf, path, export.source, keys, model, entries)
     for line in gguf_lines(export.target, _write_modelfile(export.target)):
         export.log(line)
     kinds = Counter(entry.kind.name for entry in entries)
@@ -140,9 +131,11 @@ def _write_modelfile(file: Path) -> Path:
             # Ollama reads the chat template and the end tokens from the metadata of the GGUF file.
             replace_file(path, f"FROM ./{file.name}\n".encode())
         except OSError as error:
-            hint = "free space, then write it by hand: FROM ./ and the name of the GGUF file"
-            problem = os_problem(error, "Ollama's Modelfile cannot be written", hint=hint)
-            raise SaveFailed.all_of([problem]) from error
+            raise SaveFailed.of_system(
+                error,
+                "Ollama's Modelfile cannot be written",
+                hint="free space, then write it by hand: FROM ./ and the name of the GGUF file",
+            ) from error
     return path
 
 
@@ -152,33 +145,34 @@ def _wanted_kind(tensor_type: str | None, cast_code: str | None) -> Kind | None:
     if cast_code is not None:
         raise RecipeError(
             "--type and --cast-dtype both select the type of tensors",
-            where="ckpt export --to gguf",
-            value=f"--type {tensor_type} --cast-dtype {cast_code}",
-            hint="remove --cast-dtype",
+            "ckpt export --to gguf",
+            f"--type {tensor_type} --cast-dtype {cast_code}",
+            "remove --cast-dtype",
         )
     kind = WRITABLE.get(tensor_type.upper())
     if kind is None:
         raise RecipeError(
             "no such type of tensors is written",
-            where="ckpt export --to gguf --type",
-            value=tensor_type,
-            hint=f"use one of {', '.join(WRITABLE)}; llama.cpp's llama-quantize makes others from F16 or F32",
+            "ckpt export --to gguf --type",
+            tensor_type,
+            f"use one of {', '.join(WRITABLE)}; llama.cpp's llama-quantize makes others from F16 or F32",
         )
     return kind
 
 
 def _described(
     export: Export, tensors: Mapping[str, ExportTensor]
-) -> tuple[GgufModel, list[KeyValue], tuple[str, ...]]:
+) -> tuple[GgufModel, list[KeyValue], Strings]:
     """Return the model that config.json describes, the keys of model and tokenizer, and warnings about the tokenizer.
 
     Raises :class:`CheckpointUnusable` if config.json and the tensors do not match, or a file is missing.
     """
     source = export.source
     side = export.required_config("GGUF")
-    found: ValueDict = {}
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", GENERATION_CONFIG):
-        found[name] = read_json(side, name, source.export)
+    found: ValueDict = {
+        name: read_json(side, name, source.export)
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", GENERATION_CONFIG)
+    }
     config, tokenizer = found["config.json"], found["tokenizer.json"]
     if tokenizer is None:
         raise unusable(
@@ -282,7 +276,7 @@ def _warnings(model: GgufModel, entries: list[_Entry], wanted: Kind | None) -> I
 
 
 def _write_file(
-    library: Any,
+    gguf: Any,
     path: Path,
     source: Source,
     keys: list[KeyValue],
@@ -290,7 +284,7 @@ def _write_file(
     entries: list[_Entry],
 ) -> None:
     factors = np.array(model.positions.factors(model.head_dim), np.float32)
-    writer = library.GGUFWriter(None, model.architecture.name)
+    writer = gguf.GGUFWriter(None, model.architecture.name)
     try:
         for key, kind, value in [*_general(source, entries), *keys]:
             getattr(writer, f"add_{kind}")(key, value)
@@ -299,7 +293,7 @@ def _write_file(
                 "rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes
             )
         for entry in entries:
-            number = library.GGMLQuantizationType[entry.kind.name]
+            number = gguf.GGMLQuantizationType[entry.kind.name]
             # A shape of elements: only for uint8, the library takes it as one of bytes.
             dtype = np.dtype(np.float32)
             target = entry.target
@@ -316,7 +310,7 @@ def _write_file(
         # In the order of the header.
         for entry in entries:
             _pad(file)
-            for block in _blocks(library, source.root, entry, model.head_dim):
+            for block in _blocks(gguf, source.root, entry, model.head_dim):
                 file.write(np.ascontiguousarray(block).data)
         _pad(file)
 
@@ -325,7 +319,7 @@ def _pad(file: BinaryIO) -> None:
     file.write(bytes(-file.tell() % _ALIGNMENT))
 
 
-def _blocks(library: Any, root: Path, entry: _Entry, head_dim: int) -> Iterator[Array]:
+def _blocks(gguf: Any, root: Path, entry: _Entry, head_dim: int) -> Iterator[Array]:
     """Yield the rows of a tensor as they are in the file, about ``_BLOCK_BYTES`` at a time."""
     target, source = entry.target, entry.source
     values = whole_checked(root, source.stored)
@@ -336,15 +330,14 @@ def _blocks(library: Any, root: Path, entry: _Entry, head_dim: int) -> Iterator[
         order = np.array(rotary_order(target.heads, head_dim))
     num_rows = values.shape[0]
     # Rows are computed in float32, and can be empty.
-    row_bytes = max(4 * values.shape[1], 1)
-    rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
+    rows_per_block = max(1, _BLOCK_BYTES // max(4 * values.shape[1], 1))
     for first in range(0, num_rows, rows_per_block):
         block = slice(first, first + rows_per_block)
         rows = values[block] if order is None else values[order[block]]
-        yield _converted(library, rows, source, entry.kind, target.offset)
+        yield _converted(gguf, rows, source, entry.kind, target.offset)
 
 
-def _converted(library: Any, rows: Array, source: ExportTensor, kind: Kind, offset: int) -> Array:
+def _converted(gguf: Any, rows: Array, source: ExportTensor, kind: Kind, offset: int) -> Array:
     """Return *rows*, in the dtype of the stored tensor, as values or blocks of *kind*."""
     stored = source.stored.dtype
     if kind.dtype is not None and not offset:
@@ -354,5 +347,5 @@ def _converted(library: Any, rows: Array, source: ExportTensor, kind: Kind, offs
         wide = wide + np.float32(offset)
     if kind.dtype is not None:
         return cast(wide, "F32", kind.dtype)
-    quantized: Array = library.quants.quantize(wide, library.GGMLQuantizationType[kind.name])
+    quantized: Array = gguf.quants.quantize(wide, gguf.GGMLQuantizationType[kind.name])
     return quantized

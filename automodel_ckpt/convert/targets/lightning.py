@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
+from automodel_ckpt.checkpoint.files.type_aliases import Strings, ValueDict
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import ArchiveTensor
 from automodel_ckpt.checkpoint.sources.source import is_checkpoint
 from automodel_ckpt.convert.formats.torch.run_state import RunState, first_renamed, read_run_state
@@ -93,8 +93,7 @@ def _loops(run: RunState) -> ValueDict:
         total = dict.fromkeys(_STARTED, run.step) | {"completed": run.step - 1}
         epochs |= {"ready": run.epochs_done + 1, "started": run.epochs_done + 1}
     else:
-        per_epoch = run.step // max(run.epochs_done, 1)
-        batches = dict.fromkeys(_STARTED, per_epoch)
+        batches = dict.fromkeys(_STARTED, run.step // max(run.epochs_done, 1))
         total = dict.fromkeys(_STARTED, run.step)
     is_last = not in_epoch and run.epochs_done > 0
     ended = run.step - 1 if in_epoch else run.step
@@ -120,15 +119,16 @@ def _loops(run: RunState) -> ValueDict:
         "epoch_loop.val_loop.batch_progress": _no_batches(),
         "epoch_progress": {"total": dict(epochs), "current": dict(epochs)},
     }
-    loops: ValueDict = {"fit_loop": fit_loop}
-    for name in ("validate_loop", "test_loop", "predict_loop"):
-        loops[name] = {"state_dict": {}, "batch_progress": _no_batches()}
-    # The loop of predictions has no last batch.
-    del loops["predict_loop"]["batch_progress"]["is_last_batch"]
-    return loops
+    return {
+        "fit_loop": fit_loop,
+        "validate_loop": {"state_dict": {}, "batch_progress": _no_batches()},
+        "test_loop": {"state_dict": {}, "batch_progress": _no_batches()},
+        # The loop of predictions has no last batch.
+        "predict_loop": {"state_dict": {}, "batch_progress": _progress(0, 0, _STARTED)},
+    }
 
 
-def _progress(total: int, current: int, keys: tuple[str, ...]) -> ValueDict:
+def _progress(total: int, current: int, keys: Strings) -> ValueDict:
     return {"total": dict.fromkeys(keys, total), "current": dict.fromkeys(keys, current)}
 
 

@@ -69,9 +69,9 @@ def write(export: Export, *, vocabulary_multiple: int = 1, num_threads: int = 5)
     if not 0 < vocabulary_multiple <= _MAX_MULTIPLE:
         raise RecipeError(
             f"the rows of the vocabulary must be a multiple of 1 to {_MAX_MULTIPLE}",
-            where="ckpt export --vocabulary-multiple",
-            value=vocabulary_multiple,
-            hint="use Megatron's --make-vocab-size-divisible-by times the tensor parallel size, for example 128",
+            "ckpt export --vocabulary-multiple",
+            vocabulary_multiple,
+            "use Megatron's --make-vocab-size-divisible-by times the tensor parallel size, for example 128",
         )
     opened = export.source
     export.directory("-megatron")

@@ -10,13 +10,12 @@ their state dict has the prefix ``model.``. Imports no torch.
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
-from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_safely
+from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_safely, without_links
 from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict, Values
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import write_torch_archive
 from automodel_ckpt.checkpoint.sources.source import Source
@@ -80,7 +79,7 @@ def _given_config(path: Path | None) -> ValueDict:
     if path is None:
         return {}
     try:
-        real = Path(os.path.realpath(path))
+        real = without_links(path)
         text = read_safely(real.parent, real.name, limit=MAX_CONFIG_BYTES).decode()
         # Checked first: it rejects references and deep nesting. Then read again, with numbers as numbers.
         parse_yaml(text)
@@ -95,9 +94,9 @@ def _given_config(path: Path | None) -> ValueDict:
 def _wrong_config(path: Path, value: str) -> RecipeError:
     return RecipeError(
         "the config of the NeMo model cannot be used",
-        where=f"ckpt export --model-config {path}",
-        value=value,
-        hint="use a YAML mapping, such as the model_config.yaml of another .nemo file",
+        f"ckpt export --model-config {path}",
+        value,
+        "use a YAML mapping, such as the model_config.yaml of another .nemo file",
     )
 
 

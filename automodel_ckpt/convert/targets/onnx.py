@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.export.files import write_side_files
+from automodel_ckpt.checkpoint.export.files import Log, write_side_files
 from automodel_ckpt.checkpoint.sources.model_files import base_files
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.convert.targets.flow import Export, ExportReport, Log
+from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.errors import CheckpointUnusable
 
 MODEL_FILE = "model.onnx"
@@ -69,7 +69,5 @@ def _hugging_face_files(source: Source, directory: Path, num_threads: int, log: 
     for note in source.notes:
         log(f"warning: {note}")
     if source.export is not None:
-        problems = source.export.problems(num_threads=num_threads)
-        if problems:
-            raise CheckpointUnusable.all_of(problems)
+        CheckpointUnusable.check(source.export.problems(num_threads=num_threads))
     return source.model_directory

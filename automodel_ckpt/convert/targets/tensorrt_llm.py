@@ -93,8 +93,7 @@ def _tensors(export: Export, dimensions: Dimensions) -> TensorDict:
             raise _unusable(
                 "a tensor is not of a floating-point dtype", f"{name}: {tensor.dtype}", export.where
             )
-    converted = TENSORRT_LLAMA.from_hugging_face(stored, dimensions, export.where)
-    tensors = dict(converted.tensors)
+    tensors = dict(TENSORRT_LLAMA.from_hugging_face(stored, dimensions, export.where).tensors)
     # Tied embeddings are written twice, as NVIDIA's exporter does.
     tensors.setdefault(_HEAD, tensors[_EMBEDDING].renamed(_HEAD))
     return tensors
@@ -130,9 +129,9 @@ def _small_files(config: bytes, files: Files) -> FileDict:
 def _wrong(option: str, value: Any, hint: str) -> RecipeError:
     return RecipeError(
         "this option cannot be used for TensorRT-LLM",
-        where=f"ckpt export {option}",
-        value=value,
-        hint=hint,
+        f"ckpt export {option}",
+        value,
+        hint,
     )
 
 
@@ -210,15 +209,12 @@ def _rotary(config: Values) -> ValueDict:
     """Return the base and the scaling of the rotary embedding, from either generation of Hugging Face's keys."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = parameters.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROTARY_BASE
-    found = {"rotary_base": base}
     kind = parameters.get("rope_type") or parameters.get("type")
-    if kind not in (None, "default"):
-        scaling = {"type": kind}
-        for key, value in parameters.items():
-            if key not in ("rope_type", "type", "rope_theta"):
-                scaling[key] = value
-        found["rotary_scaling"] = scaling
-    return found
+    if kind in (None, "default"):
+        return {"rotary_base": base}
+    left_out = ("rope_type", "type", "rope_theta")
+    others = {key: value for key, value in parameters.items() if key not in left_out}
+    return {"rotary_base": base, "rotary_scaling": {"type": kind, **others}}
 
 
 def _unusable(what: str, value: object, where: str) -> CheckpointUnusable:

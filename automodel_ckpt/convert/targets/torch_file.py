@@ -73,10 +73,11 @@ def numbered_state(run: RunState, groups: Iterable[ParameterGroup]) -> ValueDict
     for group in groups:
         first = number
         for name in group.parameters:
-            entry = dict(run.values.get(name, {}))
-            for key, tensor in run.tensors.get(name, {}).items():
-                entry[key] = archive_tensor(run.root, tensor, tensor.dtype)
-            if entry:
+            tensors = {
+                key: archive_tensor(run.root, tensor, tensor.dtype)
+                for key, tensor in run.tensors.get(name, {}).items()
+            }
+            if entry := {**run.values.get(name, {}), **tensors}:
                 state[number] = entry
             number += 1
         written.append({**group.options, "params": list(range(first, number))})
@@ -98,7 +99,7 @@ def _ties(source: Source) -> Texts:
     if config.get("tie_word_embeddings") is True and not has_head and len(embeddings) == 1:
         ties[_HEAD] = embeddings[0]
     for tree in source.manifest.trees.values() if source.manifest is not None else ():
-        ties.update(tree.tied)
+        ties |= tree.tied
     return ties
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.checkpoint.files.type_aliases import Counts, ValueDict, Values
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import write_torch_archive
@@ -37,20 +37,20 @@ from automodel_ckpt.errors import CheckpointUnusable, unusable
 NOT_TRANSFERRED = ("random numbers", "order of the data", "best metric")
 """What else the Trainer's checkpoints have, in words."""
 _WEIGHTS = ".weights"
+# The callbacks of transformers 5.23 that have state.
 _CALLBACKS = ("EarlyStoppingCallback",)
-"""The callbacks of transformers 5.23 that have state."""
 
 
+# What the Trainer takes from ``trainer_state.json`` instead of its arguments, in steps. The batch size of a rank's
+# forward pass is only compared with its arguments.
 _INTERVALS = {"logging_steps": 1, "save_steps": 500, "eval_steps": 500, "train_batch_size": 1}
-"""What the Trainer takes from ``trainer_state.json`` instead of its arguments, in steps. The batch size of a rank's
-forward pass is only compared with its arguments."""
 
 
 def write(
     export: Export,
     *,
     parameters_in: Callable[[Path], Parameters],
-    intervals: Mapping[str, int],
+    intervals: Counts,
     callbacks: Sequence[str] | None = None,
 ) -> ExportReport:
     """Write the checkpoint of a run as a checkpoint of transformers' Trainer, by default ``checkpoint-N``.
@@ -141,19 +141,17 @@ def _groups(
                     "weights with --to hf",
                 )
         # The Trainer always has a schedule, which needs the peak rate.
-        peak = {"initial_lr": options.get("lr", 0.0)}
-        yield ParameterGroup(tuple(names), {**peak, **options})
+        yield ParameterGroup(tuple(names), {"initial_lr": options.get("lr", 0.0), **options})
 
 
 def _trainer_state(
-    run: RunState, manifest: Manifest, intervals: Mapping[str, int], callbacks: Iterable[str]
+    run: RunState, manifest: Manifest, intervals: Counts, callbacks: Iterable[str]
 ) -> ValueDict:
     """Return the fields of transformers' ``TrainerState`` (5.23)."""
+    names = {"train_loss": "loss", "val_loss": "eval_loss"}
+    losses = {name: manifest.losses.get(key) for key, name in names.items()}
     line: ValueDict = {"epoch": float(run.epochs_done), "step": run.step}
-    for key, name in (("train_loss", "loss"), ("val_loss", "eval_loss")):
-        loss = manifest.losses.get(key)
-        if isinstance(loss, float):
-            line[name] = loss
+    line |= {name: loss for name, loss in losses.items() if isinstance(loss, float)}
     control = {
         "should_epoch_stop": False,
         "should_evaluate": False,

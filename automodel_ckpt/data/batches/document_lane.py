@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from automodel_ckpt.data.batches.micro_batches import permutation
 from automodel_ckpt.data.batches.packing import best_fit_decreasing, lengths_of
-from automodel_ckpt.data.batches.sampler import permutation
 from automodel_ckpt.data.collate import (
     IGNORE_INDEX,
     State,

@@ -14,14 +14,15 @@ from torch.utils.data import IterableDataset
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.batches.micro_batches import (
+    BatchSizes,
     Collate,
     Request,
     SampleReader,
     isolated_rng,
+    permutation,
     read_all,
 )
 from automodel_ckpt.data.batches.micro_batches import GlobalBatch as GlobalBatch
-from automodel_ckpt.data.batches.sampler import BatchSizes, accumulation_steps, permutation
 from automodel_ckpt.data.collate import State
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
 
@@ -58,7 +59,7 @@ class GlobalBatchLoader:
         num_workers: int = 0,
         with_preceding: bool = False,
     ) -> None:
-        accumulation_steps(global_batch_size, local_batch_size, dp_size)
+        _check_division(global_batch_size, local_batch_size, dp_size)
         self.dataset = dataset
         self.sizes = BatchSizes(
             global_batch_size, local_batch_size, dp_rank, dp_size, drop_last, with_preceding
@@ -420,3 +421,16 @@ def _empty(what: str) -> RecipeError:
         value="0 samples",
         hint="check its path, split and filters; an iterable data set must restart at each __iter__",
     )
+
+
+def _check_division(global_batch_size: int, local_batch_size: int, dp_size: int) -> None:
+    """Raise :class:`RecipeError` unless each rank has equally many full micro-batches of a global batch."""
+    per_pass = local_batch_size * dp_size
+    if global_batch_size % per_pass:
+        raise RecipeError(
+            "the global batch does not divide into equal micro-batches",
+            where="step_scheduler.global_batch_size, step_scheduler.local_batch_size",
+            value=f"global_batch_size {global_batch_size}, local_batch_size {local_batch_size}, {dp_size} "
+            "data parallel ranks",
+            hint=f"make global_batch_size a multiple of local_batch_size x ranks = {per_pass}",
+        )

@@ -18,14 +18,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from automodel_ckpt.data.batches.document_lane import Lane, Row, RowRules
 from automodel_ckpt.data.batches.micro_batches import (
+    BatchSizes,
     Collate,
     Failure,
     GlobalBatch,
     collate,
+    derive_seed,
+    permutation,
     raising,
     run_workers,
 )
-from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed, permutation
 from automodel_ckpt.data.batches.stream_batches import StreamPosition
 from automodel_ckpt.data.collate import State
 from automodel_ckpt.data.mixture import Shares, Sources, Turns, check_same_sources, joint_identity

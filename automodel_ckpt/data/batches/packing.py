@@ -218,14 +218,6 @@ class RowLayout:
         return laid_out(batch, rows, length, self.marks_tokens)
 
 
-def longest_sample(batch: Tensors) -> int:
-    """Return the length of the longest sample of a micro-batch, including padding if it has one sample per row."""
-    positions = batch.get("position_ids")
-    if positions is None:
-        return batch["labels"].shape[1]
-    return int(positions.max()) + 1
-
-
 def tokens_of_rows(mask: npt.NDArray[np.bool_], rows: Packs, length: int) -> Integers:
     """Find which token of a padded batch comes to which position of rows that several samples share.
 

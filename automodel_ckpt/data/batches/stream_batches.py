@@ -15,15 +15,16 @@ from torch.utils.data import IterableDataset
 
 from automodel_ckpt.base.rng import seed_everything
 from automodel_ckpt.data.batches.micro_batches import (
+    BatchSizes,
     Collate,
     Failure,
     GlobalBatch,
     collate,
+    derive_seed,
     raising,
     run_workers,
     with_location,
 )
-from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed
 from automodel_ckpt.data.collate import Batch
 from automodel_ckpt.errors import AutomodelError
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.rows.arguments import require_tokenizer
+from automodel_ckpt.data.collate import require_tokenizer
 from automodel_ckpt.errors import RecipeError
 
 CHOICES = (None, "original", "training")

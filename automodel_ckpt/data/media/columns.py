@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.data.collate import Item
+from automodel_ckpt.data.collate import Item, require_choice
 from automodel_ckpt.data.conversations.messages import (
     Object,
     Turns,
@@ -28,9 +28,8 @@ from automodel_ckpt.data.conversations.messages import (
 )
 from automodel_ckpt.data.media.image_conversations import RowContent
 from automodel_ckpt.data.media.media_files import duration_of
-from automodel_ckpt.data.rows.arguments import require_choice
-from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.samples import cached
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,8 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.collate import (
     Item,
     Key,
+    at_most,
+    require_choice,
     require_index,
 )
 from automodel_ckpt.data.conversations.chat_renderer import Span, notes_of, warn_once
@@ -51,7 +53,6 @@ from automodel_ckpt.data.media.media_files import (
     placeholders_of,
     sampling_rate_of,
 )
-from automodel_ckpt.data.rows.arguments import at_most, require_choice
 from automodel_ckpt.data.rows.source import Source
 
 log = logging.getLogger(__name__)

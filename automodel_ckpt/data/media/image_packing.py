@@ -35,9 +35,9 @@ from automodel_ckpt.data.batches.packing import (
 from automodel_ckpt.data.collate import Batch, Ids, Integers, Tensors
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_conversations import ImageText
-from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.data.rows.files import digest
 from automodel_ckpt.data.rows.preparation import progress
+from automodel_ckpt.data.samples.samples import cached
 from automodel_ckpt.errors import AutomodelError, RecipeError
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from typing import Any
 import tokenizers
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
-from automodel_ckpt.data.collate import Ids
-from automodel_ckpt.data.rows.arguments import require_tokenizer
+from automodel_ckpt.data.collate import Ids, require_tokenizer
 from automodel_ckpt.data.samples.tokenized import Samples, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 

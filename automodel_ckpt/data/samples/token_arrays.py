@@ -34,9 +34,9 @@ import numpy.typing as npt
 from automodel_ckpt.data.collate import (
     Integers,
     Sample,
+    at_most,
     require_index,
 )
-from automodel_ckpt.data.rows.arguments import at_most
 from automodel_ckpt.errors import RecipeError, os_problem
 
 _DIGESTED_BYTES = 1 << 16

@@ -23,9 +23,11 @@ from automodel_ckpt.data.collate import (
     Integers,
     Sample,
     Where,
+    at_most,
+    require_choice,
     require_index,
+    require_range,
 )
-from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_range
 from automodel_ckpt.errors import RecipeError, printable
 
 log = logging.getLogger(__name__)

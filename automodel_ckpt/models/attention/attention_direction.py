@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from automodel_ckpt.models.config_checks import sees_later_tokens
-from automodel_ckpt.models.inspect.forward import side_effect_free
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.models.config_reading import sees_later_tokens
+from automodel_ckpt.models.inspect.interface import side_effect_free
 
 _TOKENS = (1, 2, 3, 2, 1, 3, 3, 1)
 _MIXERS = ("attn", "attention", "att", "mamba")
@@ -36,7 +37,7 @@ def attend_both_ways(config: PreTrainedConfig) -> bool:
 
 
 def causal_layers(
-    model: nn.Module, layers: Sequence[nn.Module], multiple: int, options: Mapping[str, Any]
+    model: nn.Module, layers: Sequence[nn.Module], multiple: int, options: Values
 ) -> list[int]:
     """The numbers of the *layers* of *model* in which the first token does not see the later ones.
 
@@ -67,8 +68,8 @@ def causal_layers(
 
 
 def _negate_later_tokens(
-    _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    _: nn.Module, arguments: tuple[Any, ...], keywords: ValueDict
+) -> tuple[tuple[Any, ...], ValueDict]:
     """Give the layer hidden states [2, T, H] of the same tokens, with the values of the later ones negated in a row."""
     name = "hidden_states"
     hidden = keywords[name] if name in keywords else arguments[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import accumulate, groupby, pairwise
 from types import CellType
 from typing import Any, TypeAlias
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_ckpt.base.device_copies import to_device
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 
 
 class Documents:
@@ -97,7 +98,7 @@ def documents_of(
 
     Returns None when the mask is not causal attention within documents of one row. The mask is read off *mask_function*
     at the positions where it must change. On a GPU, this waits for the device once, unless the host knows the positions
-    (:mod:`~automodel_ckpt.models.attention.host_positions`).
+    (:mod:`~automodel_ckpt.models.attention.positions`).
     """
     is_one_row = batch_size == 1 and q_length == kv_length >= 2 and attention_mask is None
     has_offset = (q_offset, kv_offset) != (0, 0)
@@ -110,7 +111,7 @@ def documents_of(
         return None
     target = torch.device(device)
     if target.type != "cpu":
-        from automodel_ckpt.models.attention.host_positions import on_host
+        from automodel_ckpt.models.attention.positions import on_host
 
         if (of_host := on_host(mask_function)) is not None:
             mask_function, device = of_host, "cpu"
@@ -208,7 +209,7 @@ def document_kernel(device_type: str, *, is_compiled: bool = False) -> Kernel | 
     return VarlenKernel(varlen_attn) if has_windows else None
 
 
-def _needing_pairs(options: Mapping[str, Any]) -> str:
+def _needing_pairs(options: Values) -> str:
     """The name of an option that needs the mask; empty if there is none."""
     for name in _NEEDS_PAIRS:
         if options.get(name) is not None and options[name] is not False:
@@ -221,7 +222,7 @@ class SdpaKernel:
 
     label = "sdpa"
 
-    def unsupported(self, query: Tensor, value: Tensor, options: Mapping[str, Any]) -> str:
+    def unsupported(self, query: Tensor, value: Tensor, options: Values) -> str:
         """Why it cannot compute attention of *query* and *value* with *options*; empty if it can."""
         return _needing_pairs(options)
 
@@ -235,7 +236,7 @@ class SdpaKernel:
         key: Tensor,
         value: Tensor,
         rows: Documents,
-        options: Mapping[str, Any],
+        options: Values,
     ) -> Tensor:
         """Compute attention of *query*, *key*, *value* [1, heads, T, D]; returns [1, T, heads, D].
 
@@ -261,7 +262,7 @@ def _sdpa(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    options: Mapping[str, Any],
+    options: Values,
 ) -> Tensor:
     """torch's attention of *query*, *key*, *value* [B, heads, T, D], causal if *mask* is None; returns that shape."""
     repeats = query.shape[1] // key.shape[1]
@@ -297,7 +298,7 @@ class VarlenKernel:
         # Without it, torch 2.12 and later reject fewer heads of keys than of queries.
         self._has_groups = "enable_gqa" in inspect.signature(function).parameters
 
-    def unsupported(self, query: Tensor, value: Tensor, options: Mapping[str, Any]) -> str:
+    def unsupported(self, query: Tensor, value: Tensor, options: Values) -> str:
         """Why it cannot compute attention of *query* and *value* with *options*; empty if it can."""
         size = query.shape[3]
         if needing := _needing_pairs(options):
@@ -325,7 +326,7 @@ class VarlenKernel:
         key: Tensor,
         value: Tensor,
         rows: Documents,
-        options: Mapping[str, Any],
+        options: Values,
     ) -> Tensor:
         """Compute attention: see :meth:`SdpaKernel.attend`."""
         groups = {"enable_gqa": query.shape[1] != key.shape[1]} if self._has_groups else {}

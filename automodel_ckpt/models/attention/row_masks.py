@@ -12,7 +12,7 @@ alone, and they are put on the diagonal of the row's mask.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from automodel_ckpt.models.inspect.forward import (
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.models.inspect.interface import (
     attention_of,
     autocast_dtype,
     model_without_adapters,
@@ -53,8 +54,8 @@ def mask_by_positions(model: nn.Module) -> RemovableHandle | None:
 
 
 def _add_masks(
-    decoder: Any, args: tuple[Any, ...], inputs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    decoder: Any, args: tuple[Any, ...], inputs: ValueDict
+) -> tuple[tuple[Any, ...], ValueDict] | None:
     """A hook that adds the masks to the *inputs* of a forward pass of *decoder*."""
     positions = inputs.get("position_ids")
     has_other = _has(inputs, "attention_mask") or _has(inputs, "past_key_values")
@@ -85,7 +86,7 @@ def _create_without_cache(create: Callable[..., Any], **arguments: Any) -> Any:
     return create(**{"cache" if "cache" in names else "past_key_values": None}, **arguments)
 
 
-def _has(inputs: Mapping[str, Any], name: str) -> bool:
+def _has(inputs: Values, name: str) -> bool:
     return inputs.get(name) is not None
 
 
@@ -104,8 +105,8 @@ def install_row_masks(model: nn.Module) -> RemovableHandle | None:
     masks = _RowMasks(base)
 
     def add_masks(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        module: nn.Module, args: tuple[Any, ...], kwargs: ValueDict
+    ) -> tuple[tuple[Any, ...], ValueDict] | None:
         positions = kwargs.get("position_ids")
         if kwargs.get("attention_mask") is not None or positions is None or positions.ndim != 2:
             return None
@@ -124,7 +125,7 @@ class _RowMasks:
         self.dtype = base.dtype
         self.is_eager = attention_of(base) == "eager"
 
-    def of_rows(self, inputs: Mapping[str, Any]) -> Any:
+    def of_rows(self, inputs: Values) -> Any:
         """The masks of the rows in *inputs*: one, or a mapping from the type of a layer to its mask.
 
         A mask is bool [B, 1, T, T], true where a query (row) sees a key (column); for eager attention it is what is
@@ -151,7 +152,7 @@ class _RowMasks:
                 found[name] = added.masked_fill(~mask, lowest)
         return found.get(_SINGLE, found)
 
-    def _of_sample(self, inputs: Mapping[str, Any], row: int, start: int, end: int) -> Any:
+    def _of_sample(self, inputs: Values, row: int, start: int, end: int) -> Any:
         types = {
             name: inputs[name][row : row + 1, start:end]
             for name in _TYPES

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from automodel_ckpt.models.config_checks import decoded_floats
+from automodel_ckpt.checkpoint.files.type_aliases import Texts, Values
+from automodel_ckpt.models.config_reading import decoded_floats
 from automodel_ckpt.models.hf_names import Conversion, read_conversion
 from automodel_ckpt.models.inspect.signature import model_of
 from automodel_ckpt.models.weight_matching import Names, Shape, Verdict, compare, ignored_by
@@ -29,9 +30,7 @@ not stored, the shapes of the model's parameters by the stored name (without ten
 others), and the size of the vocabulary."""
 
 
-def list_differences(
-    content: Mapping[str, Any], stored: Collection[str]
-) -> ListedDifferences | None:
+def list_differences(content: Values, stored: Collection[str]) -> ListedDifferences | None:
     """Compare the names *stored* with the names of the model that a config.json with this *content* describes.
 
     Names may be the ones in memory or in Hugging Face files, with or without the prefix of the backbone. Names of tied
@@ -53,7 +52,7 @@ def list_differences(
     if conversion is None:
         return None
     here = _shapes_here(model, conversion)
-    ties: Mapping[str, str] = model.all_tied_weights_keys
+    ties: Texts = model.all_tied_weights_keys
     ties_in_files = {
         conversion.names.get(alias, alias): conversion.names.get(name, name)
         for alias, name in ties.items()

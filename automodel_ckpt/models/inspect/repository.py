@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,15 +25,27 @@ from transformers.utils.hub import HF_MODULES_CACHE, cached_file, get_checkpoint
 
 from automodel_ckpt.base.other_weights import POINTER, weights_of_another_program
 from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_model_file
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.sources.model_files import check_directory
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.config_checks import check_sizes
 
 log = logging.getLogger("automodel_ckpt")
 
 CODE_PACKAGE = "transformers_modules"
 """The package that transformers imports the code of repositories into."""
 _CODE_KEY = "model.trust_remote_code"
+_RANGES = (
+    (r"(layers?|blocks?|depths?)$", -math.inf, 10_000),
+    (
+        r"(vocab_size|hidden_size|intermediate_size|d_model|d_ff|n_embd|dim|heads)$",
+        -math.inf,
+        1 << 28,
+    ),
+    (r"(positions?|position_embeddings|experts)$", -math.inf, 1 << 32),
+    (r"num_labels$", -math.inf, 1 << 24),
+    (r"(dropout|pdrop|dropout_rate|dropout_prob)$", 0, 1),
+)
+"""The least and the largest values of settings by the ends of their names. Models have far smaller sizes."""
 
 
 @contextmanager
@@ -175,7 +188,7 @@ def check_revision(
         )
 
 
-def config_needs_code(content: Mapping[str, Any]) -> bool:
+def config_needs_code(content: Values) -> bool:
     """Whether the class of a config is in the repository: *content* is the content of config.json."""
     references = content.get("auto_map")
     is_included = content.get("model_type") in CONFIG_MAPPING
@@ -192,9 +205,7 @@ def model_needs_code(config: PreTrainedConfig, auto_class: Any) -> bool:
     )
 
 
-def check_code(
-    name: str, where: str, content: Mapping[str, Any], options: RepositoryOptions
-) -> None:
+def check_code(name: str, where: str, content: Values, options: RepositoryOptions) -> None:
     """Check that the repository *name* may run its code, which is needed, and log that it runs.
 
     *content* is the content of its config.json. Raises :class:`RecipeError` if the recipe does not request it or the
@@ -219,7 +230,7 @@ def from_library_first(
     If that fails and *repository* allows it, call it again with the classes of the repository. Raises what
     ``from_pretrained`` raises.
     """
-    options: dict[str, Any] = {}
+    options: ValueDict = {}
     if repository.revision is not None:
         options["revision"] = repository.revision
     try:
@@ -343,3 +354,24 @@ def fetched_directory(name: str, revision: str | None = None) -> Path | None:
 def _fetched(name: str, file: str, revision: str | None) -> str | None:
     """The path of a *file* of a Hub name in the cache, fetched if necessary. None when the model has no such file."""
     return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+
+
+def check_sizes(settings: Values, where: str) -> None:
+    """Check the *settings* of a model in the config.json *where*, also of its parts.
+
+    Raises :class:`RecipeError` for a size with which building the model would not end, and for a rate of dropout that
+    is none, which only fails in training.
+    """
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            check_sizes(value, where)
+        if not isinstance(value, int | float):
+            continue
+        for pattern, least, most in _RANGES:
+            if re.search(pattern, key) and not least <= value <= most:
+                raise RecipeError(
+                    "no model has this value",
+                    where=where,
+                    value=f"{key}: {str(value)[:40]}",
+                    hint="correct the value, or download the model again",
+                )

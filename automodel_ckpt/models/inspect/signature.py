@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.hf_names import (
     Conversion,
@@ -62,12 +63,12 @@ class ModelSignature(NamedTuple):
     excess, if other tensors of the model (a new head) cannot have such a name.
     """
 
-    files: Mapping[str, str]
-    tied: Mapping[str, str]
+    files: Texts
+    tied: Texts
     transposed: frozenset[str]
     experts: Mapping[str, tuple[FusedExperts, ...]]
     others: frozenset[str] = frozenset()
-    exported: Mapping[str, str] = MappingProxyType({})
+    exported: Texts = MappingProxyType({})
 
 
 def read_signature(directory: Path, config: Path | None = None) -> ModelSignature:
@@ -82,7 +83,7 @@ def read_signature(directory: Path, config: Path | None = None) -> ModelSignatur
     renamed, parts = names_in_files(model, directory, conversion)
     stored = tensor_names_in(directory)
     prefix = model.base_model_prefix
-    files: dict[str, str] = {}
+    files: TextDict = {}
     written = [name for of_rows in parts.values() for name in of_rows]
     for name in model.state_dict(keep_vars=True):
         written.append(renamed.get(name, name))

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.vocabulary import num_embeddings
+from automodel_ckpt.models.inspect.interface import num_embeddings
 from automodel_ckpt.models.layers.adapter_layers import (
     find_layers,
 )
@@ -39,7 +40,7 @@ class Adapted:
 
     model: nn.Module
     peft_config: Any
-    description: Mapping[str, Any]
+    description: Values
 
 
 def add_adapters(
@@ -186,7 +187,7 @@ def _lora_config(
             value=adapted,
             hint="set peft.ensure_weight_tying to false, or list the embedding in peft.modules_to_save instead",
         )
-    options: dict[str, Any] = {}
+    options: ValueDict = {}
     if keep_tied and (ends := _ends_of_model(saved)):
         _check_tied_embeddings(model, ends)
         options["ensure_weight_tying"] = True

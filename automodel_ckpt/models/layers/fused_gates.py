@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.models.layers.fused_class import agrees, fused_class
-from automodel_ckpt.models.loss.loss_inputs import kernel_for
+from automodel_ckpt.models.loss.head_gradients import kernel_for
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _ACTIVATION = "act_fn"

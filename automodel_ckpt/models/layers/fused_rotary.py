@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.models.layers.fused_class import agrees
-from automodel_ckpt.models.loss.loss_inputs import kernel_for
+from automodel_ckpt.models.loss.head_gradients import kernel_for
 
 _FUNCTION = "apply_rotary_pos_emb"
 _TOLERANCE = 1e-5
@@ -46,7 +47,7 @@ def restore_rotation(model: nn.Module) -> None:
             names[_FUNCTION] = replaced.function
 
 
-def _names_of_callers(model: nn.Module) -> Iterator[dict[str, Any]]:
+def _names_of_callers(model: nn.Module) -> Iterator[ValueDict]:
     """The names of the Python module of each layer that calls the function."""
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
@@ -54,7 +55,7 @@ def _names_of_callers(model: nn.Module) -> Iterator[dict[str, Any]]:
             yield forward.__globals__
 
 
-def _replace(names: dict[str, Any]) -> bool:
+def _replace(names: ValueDict) -> bool:
     """Replace the function in the *names* of a module; False if it computes something else than the kernel."""
     function = names.get(_FUNCTION)
     if isinstance(function, _Rotation):
@@ -149,7 +150,7 @@ def _recognized(function: Any) -> _Rotation | None:
 def _rotates(function: Callable[..., Any], size: int) -> bool:
     """Whether *function* rotates the first *size* elements of heads of 8, as the kernel does, and copies the others."""
     generator = torch.Generator().manual_seed(0)
-    numbers: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    numbers: ValueDict = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     inputs = [torch.randn(2, num_heads, 5, 8, **numbers) for num_heads in (4, 3)]
     cosines, sines = (torch.randn(2, 5, size, **numbers) for _ in range(2))
     try:

@@ -9,6 +9,7 @@ Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv:
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ Kind = Literal["nf4", "fp4"]
 _BLOCK, _GROUP = 64, 256
 """The values with one scale, and the scales with one."""
 _PIECE = _BLOCK << 14
-"""The values that are quantized at one time: temporary tensors take some ten times their bytes."""
+"""The values that are quantized or dequantized at one time. Temporary tensors of them take some 10 bytes of a value."""
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -55,7 +56,12 @@ class QuantizedLinear(nn.Linear):
         """The weight of the bytes *stored*, which are complete."""
         return dequantize(stored, (self.out_features, self.in_features), self.kind, dtype)
 
-    def fill(self, rows: Iterable[Tensor]) -> None:
+    @property
+    def num_uncounted(self) -> int:
+        """The number of values that its bytes are not."""
+        return self.out_features * self.in_features - self.weight.numel()
+
+    def fill_weight(self, rows: Iterable[Tensor]) -> None:
         """Quantize a weight that is given as blocks of its *rows*, and keep this rank's shard of it."""
         put(self.weight, quantize(rows, self.kind, self.quantizes_on))
 
@@ -89,16 +95,16 @@ def quantize_layers(
     """Let the linear layers of *model* have frozen weights in 4 bits, and return their names.
 
     Layers in the modules *excluded* stay, and those with a weight that is not theirs alone. The modules stay the same
-    objects. Weights are quantized on *device*: now, or on the meta device by :meth:`QuantizedLinear.fill`.
+    objects. Weights are quantized on *device*: now, or on the meta device by :meth:`QuantizedLinear.fill_weight`.
     """
-    weights = [id(each) for _, each in model.named_parameters(remove_duplicate=False)]
+    owners = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
     prefixes = tuple(f"{name}." for name in excluded)
     found: list[str] = []
     for name, module in model.named_modules():
         # Classes of the model's code may compute something else, such as routers.
         if type(module) is not nn.Linear or f"{name}.".startswith(prefixes):
             continue
-        if weights.count(id(module.weight)) > 1:
+        if owners[id(module.weight)] > 1:
             continue
         found.append(name)
         _quantize_layer(module, kind, device)
@@ -113,7 +119,7 @@ def _quantize_layer(layer: nn.Linear, kind: Kind, device: torch.device) -> None:
     assert isinstance(layer, QuantizedLinear)
     layer.kind, layer.quantizes_on = kind, device
     if not weight.is_meta:
-        layer.fill([weight])
+        layer.fill_weight([weight])
 
 
 def num_bytes(num_values: int) -> int:
@@ -121,11 +127,11 @@ def num_bytes(num_values: int) -> int:
     return sum(_parts(num_values))
 
 
-def _parts(num_values: int) -> tuple[int, int, int]:
+def _parts(num_values: int) -> list[int]:
     """The bytes of the codes of a weight, of its statistics (the mean scale, and the scales of scales), and of the
     codes of its scales. The first is a multiple of 32, so that the second is aligned."""
     num_blocks = -(-num_values // _BLOCK)
-    return num_blocks * _BLOCK // 2, 4 * (1 + -(-num_blocks // _GROUP)), num_blocks
+    return [num_blocks * _BLOCK // 2, 4 * (1 + -(-num_blocks // _GROUP)), num_blocks]
 
 
 @torch.no_grad()
@@ -155,7 +161,7 @@ def _pieces(rows: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
     for block in rows:
         values = torch.cat([rest, block.to(device, torch.float32).flatten()])
         num_whole = len(values) // _BLOCK * _BLOCK
-        yield from values[:num_whole].split(_PIECE)
+        yield from torch.split(values[:num_whole], _PIECE)
         rest = values[num_whole:]
     if len(rest):
         yield F.pad(rest, (0, _BLOCK - len(rest)))
@@ -171,7 +177,18 @@ def _nearest(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(stored: Tensor, shape: tuple[int, int], kind: Kind, dtype: torch.dtype) -> Tensor:
     """The weight with the bytes *stored*, which :func:`quantize` has made, in *dtype*."""
-    packed, statistics, codes = stored.split(_parts(shape[0] * shape[1]))
+    weight: Tensor = _dequantize(stored, list(shape), kind, dtype)
+    return weight
+
+
+# An operation that torch.compile does not look into.
+@torch.library.custom_op(
+    "automodel_ckpt::dequantize_4_bits",
+    mutates_args=(),
+    schema="(Tensor stored, int[] shape, str kind, ScalarType dtype) -> Tensor",
+)
+def _dequantize(stored: Tensor, shape: list[int], kind: Kind, dtype: torch.dtype) -> Tensor:
+    packed, statistics, codes = torch.split(stored, _parts(shape[0] * shape[1]))
     mean, of_groups = statistics.view(torch.float32).tensor_split([1])
     scales = of_groups.repeat_interleave(_GROUP, output_size=len(of_groups) * _GROUP)
     scales = scales[: len(codes)] * _dynamic(stored.device)[codes.int()] + mean
@@ -182,8 +199,18 @@ def dequantize(stored: Tensor, shape: tuple[int, int], kind: Kind, dtype: torch.
         weight = torch.empty(shape, dtype=dtype, device=stored.device)
         dequantize_4bit(packed, absmax=scales, out=weight, blocksize=_BLOCK, quant_type=kind)
         return weight
-    values = _pairs(kind, stored.device)[packed.int()].view(-1, _BLOCK) * scales[:, None]
-    return values.flatten()[: shape[0] * shape[1]].view(shape).to(dtype)
+    weight = torch.empty(len(scales), _BLOCK, dtype=dtype, device=stored.device)
+    # The piece of each: one of bytes, and one of blocks.
+    sizes = ((packed, _PIECE // 2), (scales, _PIECE // _BLOCK), (weight, _PIECE // _BLOCK))
+    for pairs, factors, target in zip(*(torch.split(*each) for each in sizes), strict=True):
+        values = _pairs(kind, stored.device)[pairs.int()].view(-1, _BLOCK)
+        target.copy_(values * factors[:, None])
+    return weight.flatten()[: shape[0] * shape[1]].view(shape)
+
+
+@_dequantize.register_fake
+def _(stored: Tensor, shape: list[int], kind: Kind, dtype: torch.dtype) -> Tensor:
+    return stored.new_empty(shape, dtype=dtype)
 
 
 @functools.cache

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.loss.fused_cross_entropy import widened
-from automodel_ckpt.models.loss.loss_inputs import VocabularyPart
+from automodel_ckpt.models.loss.fused_cross_entropy import VocabularyPart, widened
 
 _LOWEST = -1e4
 """The lowest log-probability of a teacher, for a probability of 0: minus infinity times 0 would be NaN."""

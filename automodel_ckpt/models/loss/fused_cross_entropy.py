@@ -1,4 +1,4 @@
-"""The output layer's product and the cross-entropy in one function, computed in chunks of logits.
+"""The output layer's product and the cross-entropy in one function, computed in chunks of logits, and its inputs.
 
 For each chunk: the logits, their loss, and their gradients. From these, the gradients of the layer and of the hidden
 states are computed (``head_gradients``). Afterwards the chunk is overwritten. A CPU uses torch's operations. A CUDA
@@ -10,57 +10,178 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.models.inspect.forward import autocast_dtype
+from automodel_ckpt.models.inspect.interface import autocast_dtype
 from automodel_ckpt.models.loss.head_gradients import (
+    CHUNK_ELEMENTS,
     WIDE_PRODUCTS,
     ErrorPlace,
     GradientSums,
     StoredErrors,
+    chunk_rows,
+    kernel_for,
     stores_errors,
 )
-from automodel_ckpt.models.loss.loss_inputs import (
-    IDENTITY,
-    LogitTransform,
-    TokenHits,
-    VocabularyPart,
-    kernel_for,
-)
 
-if TYPE_CHECKING:
-    from automodel_ckpt.models.loss.z_loss import ZLoss
+_NO_COLUMN = 2**62
+"""Greater than any index of a token."""
+
+
+class TokenHits:
+    """Counts the positions where the label has the highest logit; it does not wait for the device before the end.
+
+    Of several equal logits, the first one counts as the highest, as in ``torch.argmax``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, logits: Tensor, labels: Tensor, part: VocabularyPart | None = None) -> None:
+        """Count the positions of *logits* [N, V] where one of *labels* [N] has the highest logit; label -100 is
+        ignored.
+
+        A positive scale and a cap by tanh do not change which logit is the highest, so they can be left out. With
+        *part*, the columns are this rank's. This is collective, and all ranks get the same count.
+        """
+        if isinstance(logits, DTensor):
+            logits = logits.full_tensor()
+        largest, predicted = logits.detach().max(dim=1)
+        if part is not None:
+            overall = largest.clone()
+            part.largest(overall)
+            is_here = largest == overall
+            predicted = torch.where(is_here, predicted + part.first, _NO_COLUMN)
+            part.smallest(predicted)
+        self._count += (predicted == labels).sum()
+
+    @property
+    def count(self) -> Tensor:
+        """The count so far, 0-dim on the device."""
+        return self._count
+
+    def read(self) -> int:
+        """Wait for the device, and return the count."""
+        return int(self._count.item())
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """This rank's rows of the output layer, from row *first*. Each rank of *group* has at most *most* rows."""
+
+    group: dist.ProcessGroup
+    first: int
+    most: int
+
+    def largest(self, values: Tensor) -> None:
+        """Replace *values* by their maximum over all ranks."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+
+    def smallest(self, values: Tensor) -> None:
+        """Replace *values* by their minimum over all ranks."""
+        dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
+
+    def sum(self, values: Tensor) -> None:
+        """Replace *values* by their sum over all ranks."""
+        dist.all_reduce(values, group=self.group)
+
+    def gather(self, columns: Tensor) -> Tensor:
+        """The *columns* [n, most] of all ranks in their order, [n, most * ranks]."""
+        columns = columns.contiguous()
+        found = [torch.empty_like(columns) for _ in range(self.group.size())]
+        dist.all_gather(found, columns, group=self.group)
+        return torch.cat(found, dim=1)
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to the output of its last layer: multiply it by *scale*, then cap it at *cap* with tanh.
+
+    The logits are ``cap * tanh(scale * output / cap)``; without a cap, ``scale * output``.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, output: Tensor) -> Tensor:
+        """The logits for the *output* of the layer; the same tensor if nothing changes."""
+        logits = output if self.scale == 1 else output * self.scale
+        if self.cap is None:
+            return logits
+        return torch.tanh(logits / self.cap) * self.cap
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """The derivative of *logits* with respect to the output of the layer."""
+        if self.cap is None:
+            return self.scale
+        return (logits / self.cap).square_().neg_().add_(1).mul_(self.scale)
+
+
+IDENTITY = LogitTransform()
+
+
+class Labeled(NamedTuple):
+    """Hidden states at labeled positions, and what their loss depends on beside the layer."""
+
+    hidden: Tensor
+    """[N, H]."""
+    labels: Tensor
+    """The tokens [N] that they predict."""
+    transform: LogitTransform = IDENTITY
+    hits: TokenHits | None = None
+    """Counts the labels with the highest logit, in passes without gradients."""
+    part: VocabularyPart | None = None
+    """The rows of the layer that this rank has; the loss is then collective. None: all of them."""
+
 
 IGNORE_INDEX = -100
-CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
-"""The number of logits in a chunk, by type of device: in float32, 128 MiB on a CPU and 1 GiB on a GPU."""
-CHUNK_ELEMENTS_STORED = 2**25
-"""The same number on a GPU where the gradients of all logits are kept in 16 bits: 128 MiB beside them."""
-_ROWS = 256
-"""On a GPU, the number of rows in a chunk is a multiple of it, so that matrix products divide into full tiles."""
+
+
+class ZLoss:
+    """Adds ``coefficient * logsumexp(logits) ** 2`` to the loss of each label. Source: arXiv:2204.02311, section 5.
+
+    The value without gradient is summed until :meth:`take`; this does not wait for the device.
+    """
+
+    def __init__(self, coefficient: float, device: torch.device) -> None:
+        self.coefficient = coefficient
+        self._sum = torch.zeros((), device=device)
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The z-loss of *logits* [N, V], summed over *labels* [N] other than -100; 0-dim, with a gradient."""
+        return self.of_logs(torch.logsumexp(logits, dim=1), labels).sum()
+
+    def of_logs(self, logs: Tensor, labels: Tensor) -> Tensor:
+        """The z-loss [N] of each position by its logsumexp in *logs* [N]; 0 where *labels* [N] are -100."""
+        return (logs.square() * self.coefficient).masked_fill(labels == IGNORE_INDEX, 0)
+
+    def factors(self, logs: Tensor) -> Tensor:
+        """What the softmax in the gradient of the cross-entropy is multiplied by for both losses: [N] for *logs* [N].
+
+        The gradient of logsumexp is the softmax, so the gradient of its scaled square is ``2 * coefficient * logs``
+        times it.
+        """
+        return logs.mul(2 * self.coefficient).add_(1)
+
+    def note(self, value: Tensor) -> None:
+        """Add *value*, 0-dim, to what :meth:`take` returns."""
+        self._sum = self._sum + value.detach()
+
+    def take(self) -> Tensor:
+        """Return the sum of the values noted since the last call, 0-dim, and begin again."""
+        value, self._sum = self._sum, torch.zeros_like(self._sum)
+        return value
+
+
 _FEW = 8
 """On a CPU, torch's own functions are used up to an eighth of a chunk. They have less overhead in Python."""
-
-
-def chunk_rows(device_type: str, num_columns: int, *, stores: bool = False) -> int:
-    """The number of rows in a chunk of logits with *num_columns* columns, at least 1.
-
-    *stores*: whether the gradients of all logits are kept.
-    """
-    elements = CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cpu"])
-    if stores:
-        elements = min(elements, CHUNK_ELEMENTS_STORED)
-    if device_type == "cuda":
-        if kernel_for(device_type, torch.float32) != "triton":
-            # Without the kernel, gradients are a copy of the logits.
-            elements //= 2
-        return max(elements // num_columns // _ROWS, 1) * _ROWS
-    return math.ceil(elements / num_columns)
 
 
 def widened(logits: Tensor) -> Tensor:
@@ -290,7 +411,7 @@ def _by_torch(
 ) -> tuple[Tensor, Tensor]:
     """:func:`losses_and_errors` with torch's operations; the gradient has the dtype of *logits*."""
     slope: Tensor | float = 1.0
-    if not transform.is_identity:
+    if transform != IDENTITY:
         logits = transform(logits)
         slope = transform.slope(logits)
     # Subtracted before the exponential, which would overflow in float32 for logits above 88.
@@ -324,6 +445,6 @@ def _by_torch(
     exponentials.div_(total.masked_fill(is_ignored, math.inf).unsqueeze(1))
     # Correct only because no position occurs twice: indexed subtraction counts duplicates once.
     exponentials[rows, columns] -= is_here.to(logits.dtype)
-    if not transform.is_identity:
+    if transform != IDENTITY:
         exponentials.mul_(slope)
     return losses, exponentials

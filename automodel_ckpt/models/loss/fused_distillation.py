@@ -18,12 +18,13 @@ from automodel_ckpt.models.loss.distillation_targets import (
     log_softmax_,
 )
 from automodel_ckpt.models.loss.fused_cross_entropy import (
-    chunk_rows,
+    IDENTITY,
+    Labeled,
+    VocabularyPart,
     in_autocast_dtype,
     loss_in_chunks,
 )
-from automodel_ckpt.models.loss.head_gradients import ErrorPlace
-from automodel_ckpt.models.loss.loss_inputs import Labeled, VocabularyPart
+from automodel_ckpt.models.loss.head_gradients import ErrorPlace, chunk_rows
 
 _TENSORS_OF_A_CHUNK = 4
 """Tensors of the size of a chunk of logits that are in memory at the same time; the loss of a label alone needs one."""
@@ -68,7 +69,7 @@ class Distillation:
         if labeled.hits is not None:
             labeled.hits.add(logits, labels, part)
         slope: Tensor | float = 1.0
-        if not transform.is_identity:
+        if transform != IDENTITY:
             logits = transform(logits)
             slope = transform.slope(logits)
         num_columns = self.targets.num_columns
@@ -87,7 +88,7 @@ class Distillation:
         # Errors that are not finite would count even with the factor 0.
         if factor:
             errors[:, : kd_errors.shape[1]].add_(kd_errors, alpha=factor)
-        if not transform.is_identity:
+        if transform != IDENTITY:
             errors.mul_(slope)
         sums = torch.stack([-of_labels.sum(), divergence.sum() * weights.temperature**2])
         return sums, errors.to(dtype)

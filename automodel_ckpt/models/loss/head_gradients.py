@@ -1,20 +1,35 @@
-"""The gradients of the output layer's inputs, from the gradients of chunks of logits (here called errors).
+"""The gradients of the output layer's inputs from the gradients of chunks of logits (called errors), and their memory.
 
-:class:`GradientSums` multiplies the errors of a chunk, and adds the products up in float32. :class:`StoredErrors`
-keeps the errors of all chunks in 16 bits, and multiplies them when all are there. The weight's gradient then takes the
-place of the errors, so that a sum in float32, which has twice the memory of the gradient, is not needed.
+The first functions select what computes a chunk, and its number of rows. :class:`GradientSums` multiplies the errors of
+a chunk, and adds the products up in float32. :class:`StoredErrors` keeps the errors of all chunks in 16 bits, and
+multiplies them when all are there. The weight's gradient then takes the place of the errors, so that a sum in float32,
+which has twice the memory of the gradient, is not needed.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from automodel_ckpt.models.loss.loss_inputs import kernel_for
+from automodel_ckpt.base.kernel_trial import has_triton, succeeds
 
+KERNELS = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
+"""What computes them, by type of device. The first that is installed is used.
+
+tools/bench/loss_kernels.py compares them on a device.
+"""
+CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
+"""The number of logits in a chunk, by type of device: in float32, 128 MiB on a CPU and 1 GiB on a GPU."""
+CHUNK_ELEMENTS_STORED = 2**25
+"""The same number on a GPU where the gradients of all logits are kept in 16 bits: 128 MiB beside them."""
+_ROWS = 256
+"""On a GPU, the number of rows in a chunk is a multiple of it, so that matrix products divide into full tiles."""
 WIDE_PRODUCTS = (torch.bfloat16, torch.float16)
 """Dtypes with matrix products that CUDA can return and accumulate in float32 (``out_dtype``, torch 2.10 and later)."""
 BLOCK_ELEMENTS = 2**25
@@ -25,6 +40,53 @@ _STORED_PER_HIDDEN = 2
 than a sum in float32."""
 _ALIGNED = 8
 """Elements of 16 bits in the 16 bytes that a GPU reads and writes together."""
+
+
+def kernel_for(device_type: str, logits_dtype: torch.dtype) -> str:
+    """The entry of :data:`KERNELS` that computes losses of chunks: ``triton`` or ``torch``."""
+    for name in KERNELS.get(device_type, KERNELS["cpu"]):
+        if name != "triton":
+            return name
+        # The kernels compute in float32.
+        if logits_dtype != torch.float32:
+            continue
+        if device_type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            # The forecast of a GPU elsewhere, by PyTorch for CPUs. PyTorch for CUDA depends on Triton.
+            return name
+        # Not tried before this process uses a GPU.
+        if has_triton() and (not torch.cuda.is_initialized() or try_kernels()):  # type: ignore[no-untyped-call]
+            return name
+    return "torch"
+
+
+@functools.cache
+def try_kernels() -> bool:
+    """Run a kernel once on the GPU. Logs the reason, and returns False, if it fails."""
+
+    def trial() -> None:
+        from automodel_ckpt.models.loss import loss_kernels
+
+        logits = torch.zeros(1, 2, device="cuda")
+        labels = torch.zeros(1, dtype=torch.int64, device="cuda")
+        loss_kernels.losses_and_errors(logits, labels, 1.0, None, torch.float32, True)
+
+    return succeeds(trial, "the loss is computed")
+
+
+def chunk_rows(device_type: str, num_columns: int, *, stores: bool = False) -> int:
+    """The number of rows in a chunk of logits with *num_columns* columns, at least 1.
+
+    *stores*: whether the gradients of all logits are kept.
+    """
+    elements = CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cpu"])
+    if stores:
+        elements = min(elements, CHUNK_ELEMENTS_STORED)
+    if device_type == "cuda":
+        if kernel_for(device_type, torch.float32) != "triton":
+            # Without the kernel, gradients are a copy of the logits.
+            elements //= 2
+        return max(elements // num_columns // _ROWS, 1) * _ROWS
+    return math.ceil(elements / num_columns)
 
 
 def stores_errors(
@@ -273,3 +335,56 @@ def _scale(values: Tensor, factor: Tensor, scaled: Tensor) -> None:
         loss_kernels.scale(values, factor, scaled)
         return
     torch.mul(values, factor, out=scaled)
+
+
+class HeadBytes(NamedTuple):
+    """Bytes beside the inputs and the gradients that are returned."""
+
+    peak: int
+    """A chunk of logits, and the sum of the weight's gradient or the gradients of all logits."""
+    kept: int
+    """What exists from the forward pass until the backward pass has ended."""
+    waiting: int
+    """What exists while other losses are computed before the backward pass begins. Stored errors count with the memory
+    that becomes the weight's gradient."""
+
+
+def head_bytes(
+    num_positions: int,
+    num_columns: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device_type: str,
+    *,
+    trains_weight: bool,
+    stores: bool,
+) -> HeadBytes:
+    """The memory of one loss of *num_positions* labels, and a layer with a weight [*num_columns*, *hidden_size*].
+
+    *dtype* is the product's. *stores* is the result of ``head_gradients.stores_errors``, and false for other losses
+    than the cross-entropy.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    rows = min(num_positions, chunk_rows(device_type, num_columns, stores=stores))
+    logits = rows * num_columns * wide.itemsize
+    of_weight = num_columns * hidden_size
+    if stores:
+        # Those that are not in the memory of the weight's gradient.
+        further_errors = num_columns * max(num_positions - hidden_size, 0) * dtype.itemsize
+        of_hidden = 4 * num_positions * hidden_size
+        # In float32, after the last chunk: of all hidden states, then of one block.
+        products = max(of_hidden, 4 * block_columns(num_columns, hidden_size) * hidden_size)
+        return HeadBytes(
+            further_errors + max(logits, products),
+            further_errors + products,
+            of_weight * dtype.itemsize + further_errors + of_hidden,
+        )
+    if dtype == wide:
+        return HeadBytes(logits, 0, 0)
+    if kernel_for(device_type, wide) != "triton":
+        # The gradient is a copy of another dtype, and so are the logits of a CPU.
+        logits += rows * num_columns * dtype.itemsize
+    # The sum of the weight's gradient, and on a CPU the product of a chunk, before it is added.
+    of_sum = of_weight * wide.itemsize if trains_weight else 0
+    product = of_weight * dtype.itemsize if trains_weight and device_type != "cuda" else 0
+    return HeadBytes(logits + of_sum + product, of_sum, of_sum)

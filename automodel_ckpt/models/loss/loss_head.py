@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,27 +23,26 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from automodel_ckpt.models.inspect.forward import (
+from automodel_ckpt.checkpoint.files.type_aliases import Values
+from automodel_ckpt.models.inspect.interface import (
     class_and_message,
     logits_of,
     model_without_adapters,
     side_effect_free,
 )
 from automodel_ckpt.models.loss.fused_cross_entropy import (
-    in_autocast_dtype,
-    linear_cross_entropy,
-    wide_logits,
-)
-from automodel_ckpt.models.loss.loss_inputs import (
     IDENTITY,
     Labeled,
     LogitTransform,
     TokenHits,
     VocabularyPart,
+    in_autocast_dtype,
+    linear_cross_entropy,
+    wide_logits,
 )
 
 if TYPE_CHECKING:
-    from automodel_ckpt.models.loss.z_loss import ZLoss
+    from automodel_ckpt.models.loss.fused_cross_entropy import ZLoss
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -94,7 +93,7 @@ class LossPass(AbstractContextManager["LossPass"]):
         """
         transform = self._head.transform
         self._shape = loss.shape
-        if not transform.is_identity:
+        if transform != IDENTITY:
             self._loss = loss.detach()
             loss = _Carrier.apply(loss, transform.scale)  # type: ignore[no-untyped-call]
         return loss.reshape(1, -1, 1)
@@ -269,7 +268,7 @@ def _sharded_class() -> Any:
 
 def install_loss_head(
     model: nn.Module,
-    options: Mapping[str, Any],
+    options: Values,
     multiple: int = 1,
     device: torch.device | None = None,
 ) -> LossHead | None:
@@ -346,7 +345,7 @@ def _has_rows_of_tokens(layer: nn.Module) -> bool:
 
 
 def _probe_logits(
-    model: nn.Module, layer: nn.Module, tokens: Tensor, options: Mapping[str, Any]
+    model: nn.Module, layer: nn.Module, tokens: Tensor, options: Values
 ) -> LogitTransform | None:
     """Find what *model* does to the logits of *layer*. None when it is not a :class:`LogitTransform`."""
     outputs: list[Tensor] = []
@@ -371,7 +370,7 @@ def _probe_logits(
     if transform is None:
         return None
     # The model could train the scale, which would get no gradient.
-    if not transform.is_identity and any(p.numel() == 1 for p in model.parameters()):
+    if transform != IDENTITY and any(p.numel() == 1 for p in model.parameters()):
         return None
     return transform
 

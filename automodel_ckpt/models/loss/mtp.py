@@ -17,7 +17,7 @@ Sources: DeepSeek-V3's technical report, section 2.2; vLLM's ``deepseek_mtp``; N
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict, Values
 from automodel_ckpt.errors import RecipeError, replaced_forward_pass
 from automodel_ckpt.models.hf_names import InFiles
 from automodel_ckpt.models.loss.mtp_families import WHERE, Family, MtpPlan
@@ -64,7 +65,7 @@ class PredictionDepth(nn.Module):
         self,
         embeddings: Tensor,
         hidden: Tensor,
-        arguments: Mapping[str, Any],
+        arguments: Values,
         part: slice,
     ) -> Tensor:
         """Compute hidden states [B, t, H] after the norm, from embeddings [B, T, H] and hidden states [B, t, H].
@@ -142,9 +143,7 @@ class MultiTokenPrediction(nn.Module):
         noted, self._noted = self._noted, None
         return noted
 
-    def forward(
-        self, hidden: Tensor, embeddings: Tensor, arguments: Mapping[str, Any]
-    ) -> list[Tensor]:
+    def forward(self, hidden: Tensor, embeddings: Tensor, arguments: Values) -> list[Tensor]:
         """Compute the hidden states [B, t, H] of each depth.
 
         *hidden* [B, t, H] are the model's last hidden states, *embeddings* [B, T, H] what its first layer got, and
@@ -161,8 +160,8 @@ class MultiTokenPrediction(nn.Module):
         return found
 
     def _note_decoder_call(
-        self, _main: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, _main: nn.Module, args: tuple[Any, ...], options: ValueDict
+    ) -> tuple[tuple[Any, ...], ValueDict] | None:
         """Keep the arguments of a call of the model's decoder, and compute the embeddings once for both."""
         if not self._call.is_wanted:
             return None
@@ -197,7 +196,7 @@ class _DecoderCall:
     embedding: Any = None
     """The model's embedding, called with token ids."""
     embeddings: Tensor | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: ValueDict = field(default_factory=dict)
 
 
 def ahead(values: Tensor, distance: int) -> Tensor:
@@ -296,7 +295,7 @@ def with_mtp_names(model: Any, found: InFiles, in_base: frozenset[str]) -> InFil
     return InFiles(names, parts)
 
 
-def copies_in_files(model: Any, names: Mapping[str, str]) -> dict[str, str]:
+def copies_in_files(model: Any, names: Texts) -> TextDict:
     """{name in files: stored name} of the copies of the embedding and the output layer that files of a family may have.
 
     *names* maps names in memory to stored names, where they differ.
@@ -311,7 +310,7 @@ def copies_in_files(model: Any, names: Mapping[str, str]) -> dict[str, str]:
         if layer is not None and parameter is layer.weight
     }
     config = model.config.get_text_config()
-    copies: dict[str, str] = {}
+    copies: TextDict = {}
     for number in range(len(layers.depths)):
         in_depth = layers.family.names(number, config)
         for end, prefix in (("embedding", in_depth.embedding), ("output", in_depth.output)):
@@ -320,12 +319,12 @@ def copies_in_files(model: Any, names: Mapping[str, str]) -> dict[str, str]:
     return copies
 
 
-def _prefixes_in_files(model: Any) -> dict[str, str]:
+def _prefixes_in_files(model: Any) -> TextDict:
     """{prefix in memory: prefix in files} of the names of the layers; each ends with a dot."""
     layers = mtp_of(model)
     assert layers is not None
     config = model.config.get_text_config()
-    prefixes: dict[str, str] = {}
+    prefixes: TextDict = {}
     for number, depth in enumerate(layers.depths):
         assert isinstance(depth, PredictionDepth)
         names = layers.family.names(number, config)
@@ -341,7 +340,7 @@ def _prefixes_in_files(model: Any) -> dict[str, str]:
     return prefixes
 
 
-def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+def _renamed(name: str, prefixes: Texts) -> str:
     for here, in_files in prefixes.items():
         if name.startswith(here):
             return in_files + name.removeprefix(here)

@@ -13,17 +13,14 @@ import torch
 from torch import Tensor
 
 from automodel_ckpt.models.loss.fused_cross_entropy import (
-    chunk_rows,
+    Labeled,
+    LogitTransform,
+    VocabularyPart,
     in_autocast_dtype,
     losses_and_errors,
     wide_logits,
 )
-from automodel_ckpt.models.loss.head_gradients import GradientSums
-from automodel_ckpt.models.loss.loss_inputs import (
-    Labeled,
-    LogitTransform,
-    VocabularyPart,
-)
+from automodel_ckpt.models.loss.head_gradients import GradientSums, chunk_rows
 
 
 def position_losses(labeled: Labeled, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -25,9 +25,8 @@ import numpy as np
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from automodel_ckpt.models.config_checks import config_of_layer, layer_configs
-from automodel_ckpt.models.inspect.forward import model_without_adapters
-from automodel_ckpt.models.inspect.vision import part_of
+from automodel_ckpt.models.config_reading import config_of_layer, layer_configs
+from automodel_ckpt.models.inspect.interface import model_without_adapters, part_of
 from automodel_ckpt.models.loss.mtp import mtp_of
 
 Lengths = np.ndarray[Any, Any]

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from automodel_ckpt.base.bounded_templates import bound_chat_templates, template_errors
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.config_checks import context_length
-from automodel_ckpt.models.inspect.error_texts import naming_files
+from automodel_ckpt.models.inspect.interface import context_length, naming_files
 
-Message = Mapping[str, Any]
+Message = Values
 """A message of a conversation, with the keys that a chat template reads: role, content, and others."""
 
 
@@ -30,7 +30,7 @@ class Sampling:
     top_p: float | None = None
     top_k: int | None = None
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> ValueDict:
         """Keyword arguments of ``model.generate``."""
         arguments = {"max_new_tokens": self.max_new_tokens}
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
@@ -132,7 +132,8 @@ def generate(
     tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
     started = time.perf_counter()
     num_prompt_tokens = inputs["input_ids"].shape[1]
-    arguments = {"return_dict_in_generate": False, "num_return_sequences": 1} | sampling.arguments()
+    arguments: ValueDict = {"return_dict_in_generate": False, "num_return_sequences": 1}
+    arguments |= sampling.arguments()
     # transformers streams no text of beam search.
     streams = (getattr(model.generation_config, "num_beams", None) or 1) == 1
     context = context_length(model.config)

@@ -12,7 +12,7 @@ from typing import Any
 
 from automodel_ckpt.base.bounded_templates import bound_chat_templates, template_errors
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.error_texts import did_you_mean, naming_files
+from automodel_ckpt.models.inspect.interface import did_you_mean, naming_files
 from automodel_ckpt.models.inspect.repository import quiet
 
 EXTRA = "automodel_ckpt[eval]"

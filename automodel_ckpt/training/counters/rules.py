@@ -10,7 +10,8 @@ from statistics import median, median_high
 from typing import Any, Literal
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.config.keys.step_scheduler import OnSpikeConfig
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.config.keys.ranks_and_steps import OnSpikeConfig
 from automodel_ckpt.errors import CheckpointUnusable
 
 
@@ -64,7 +65,7 @@ class EarlyStopping:
         """Whether the rule ends the run. A resume with a higher patience continues it."""
         return self.num_without_improvement >= self.rule.patience
 
-    def note(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def note(self, step: int, metrics: Values) -> None:
         """Count a validation after *step* if it measured the metric. A value that is not finite improves nothing."""
         value = metrics.get(self.rule.metric)
         if value is None:
@@ -88,7 +89,7 @@ class EarlyStopping:
             since = f"did not improve{by} on {self.best:.6g} of step {self.best_step}"
         return f"early stopping: {rule.metric} {since} in the last {validations}"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> ValueDict:
         return {
             "metric": self.rule.metric,
             "mode": self.rule.mode,
@@ -195,7 +196,7 @@ class SpikeDetector:
             count += 1
         return count
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> ValueDict:
         return {
             "losses": list(self._losses),
             "grad_norms": list(self._grad_norms),

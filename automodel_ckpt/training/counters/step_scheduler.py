@@ -6,12 +6,12 @@ Steps are optimizer steps and count from 1. Epochs count from 0. A step that end
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.config.keys.monitoring import HarnessConfig
-from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
+from automodel_ckpt.config.keys.ranks_and_steps import StepSchedulerConfig
 from automodel_ckpt.training.counters.rules import (
     AutoInterval,
     EarlyStopping,
@@ -72,7 +72,7 @@ def divides(every: int | None, count: int) -> bool:
 _COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_tokens")
 
 
-def _check_plausible(state: Mapping[str, Any]) -> None:
+def _check_plausible(state: Values) -> None:
     """Validate the values of a saved state, which may come from an untrusted file."""
     # Only a run that counts them has the second.
     counts = [*(state[name] for name in _COUNTERS), state.get("nonfinite_steps", 0)]
@@ -102,7 +102,7 @@ class StepScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """*settings* is the section ``step_scheduler``. *stopping_rule* is its ``early_stopping`` with the metric."""
-        self.settings = settings
+        self.settings, self.num_epochs = settings, settings.effective_num_epochs
         self._max_time_seconds = settings.max_time_seconds
         self.has_validation = has_validation
         self._benchmark = benchmark
@@ -147,7 +147,7 @@ class StepScheduler:
 
     @property
     def _has_reached_limit(self) -> bool:
-        max_steps, num_epochs = self.settings.max_steps, self.settings.effective_num_epochs
+        max_steps, num_epochs = self.settings.max_steps, self.num_epochs
         if max_steps is not None and self.step >= max_steps:
             return True
         return num_epochs is not None and self.epochs_done >= num_epochs
@@ -157,7 +157,7 @@ class StepScheduler:
         """Whether early stopping ends the run."""
         return self.early_stopping is not None and self.early_stopping.is_over
 
-    def note_metrics(self, metrics: Mapping[str, Any]) -> None:
+    def note_metrics(self, metrics: Values) -> None:
         """Pass the *metrics* of a validation after the current step to early stopping."""
         if self.early_stopping is not None:
             self.early_stopping.note(self.step, metrics)
@@ -274,7 +274,7 @@ class StepScheduler:
 
     def reason_of_end(self) -> str:
         """A sentence about what ended the run. Call it when :meth:`is_finished` is true."""
-        num_epochs, max_steps = self.settings.effective_num_epochs, self.settings.max_steps
+        num_epochs, max_steps = self.num_epochs, self.settings.max_steps
         if max_steps is not None and self.step >= max_steps:
             return f"max_steps {max_steps} ended the run"
         of_steps = f" of max_steps {max_steps}" if max_steps is not None else ""
@@ -317,7 +317,7 @@ class StepScheduler:
         # No step has this number, so the current one counts as unsaved.
         self._saved_step = -1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> ValueDict:
         # Not ended_early and ran_out_of_time: max_time limits one start, and the same command
         # continues.
         names = [*_COUNTERS, "elapsed_seconds", "planned_steps", "best", "validation_is_due"]
@@ -335,7 +335,7 @@ class StepScheduler:
         rules = {"early_stopping": self.early_stopping, "spikes": self.spikes}
         return {name: rule for name, rule in rules.items() if rule is not None}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Values) -> None:
         """Restore the counters of a checkpoint. ``planned_steps`` keeps the value of this run.
 
         Raises :class:`CheckpointUnusable` for impossible values.

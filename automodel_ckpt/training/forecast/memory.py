@@ -14,11 +14,9 @@ from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.saving.save import forecast_bytes
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.logs.metrics import PeakMemory
-from automodel_ckpt.models.inspect.forward import model_without_adapters
+from automodel_ckpt.models.inspect.interface import model_without_adapters
 from automodel_ckpt.models.loss import fused_distillation
-from automodel_ckpt.models.loss.fused_cross_entropy import CHUNK_ELEMENTS
-from automodel_ckpt.models.loss.head_gradients import stores_errors
-from automodel_ckpt.models.loss.head_memory import head_bytes
+from automodel_ckpt.models.loss.head_gradients import CHUNK_ELEMENTS, head_bytes, stores_errors
 from automodel_ckpt.models.loss.loss_head import (
     LossHead,
     adds_bias_to_logits,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
-from automodel_ckpt.models.inspect.forward import model_without_adapters
+from automodel_ckpt.models.inspect.interface import model_without_adapters
 from automodel_ckpt.models.loss.mtp import MultiTokenPrediction, mtp_of
+from automodel_ckpt.models.meta_init import constants_in, float32_names
 from automodel_ckpt.training.forecast.rank_parts import MicroBatchShape, RankParts, quantized_layers
 from automodel_ckpt.training.forecast.step_trace import (
     LiveBytes,

@@ -19,8 +19,8 @@ from automodel_ckpt.checkpoint.state.model_config import CONFIG
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh import RankLayout, device_type
-from automodel_ckpt.parallel.mesh_sizes import Sizes, share_out
+from automodel_ckpt.parallel.mesh import device_type
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, Sizes, share_out
 from automodel_ckpt.parallel.precision import resolve_precision
 from automodel_ckpt.training.counters.step_scheduler import planned_end
 from automodel_ckpt.training.forecast.memory import Memory, estimate_memory
@@ -32,10 +32,10 @@ from automodel_ckpt.training.forecast.rank_parts import (
 )
 from automodel_ckpt.training.forecast.step_trace import checkpointing
 from automodel_ckpt.training.measure.measurements import steps_per_epoch
+from automodel_ckpt.training.recipe import check_classes
 from automodel_ckpt.training.recipe_parts import RecipeParts
 from automodel_ckpt.training.saves.checkpointing import check_export, check_uploads
 from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
-from automodel_ckpt.training.start.start_rank import check_classes
 
 _USABLE = 0.97
 """The share of a device's memory that a forecast may reach."""

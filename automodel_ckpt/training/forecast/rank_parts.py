@@ -19,7 +19,7 @@ from automodel_ckpt.models.quantize import type_beside_quantized
 from automodel_ckpt.parallel.expert_parallel import experts_of
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.precision import compute_dtype
-from automodel_ckpt.parallel.tensor_plan import plan_for
+from automodel_ckpt.parallel.tensor_parallel import plan_for
 from automodel_ckpt.training.model.sections import is_fully_sharded, num_micro_batches
 
 log = logging.getLogger("automodel_ckpt")
@@ -30,10 +30,6 @@ Parameters = Iterable[Tensor]
 def nbytes(tensors: Parameters) -> int:
     """Return the size of all *tensors* together, in bytes."""
     return sum(tensor.nbytes for tensor in tensors)
-
-
-_DEQUANTIZING = 10
-"""On a CPU, bytes of an element while a weight is dequantized: codes, and values before and after scaling."""
 
 
 class RankParts:
@@ -93,8 +89,7 @@ class RankParts:
         for parameter in parameters:
             if self.itemsizes.get(id(parameter), 1.0) < 1:
                 itemsize = (self.dtype or parameter.dtype).itemsize
-                nbytes = parameter.numel() * (itemsize if self.on_gpu else _DEQUANTIZING)
-                largest = max(largest, nbytes)
+                largest = max(largest, parameter.numel() * itemsize)
         return largest
 
 

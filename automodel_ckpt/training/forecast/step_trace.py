@@ -117,7 +117,7 @@ def _attention(
     """Attention of transformers' signature that keeps no attention weights, as flash attention on any device.
 
     With a bias of each pair of positions (T5), the weights are kept, unless a GPU has memory-efficient attention for
-    it, which needs rows without gaps (models/attention/position_bias.py).
+    it, which needs rows without gaps (models/attention/positions.py).
     """
     if position_bias is not None:
         # The sum with the mask is as large as the weights of all rows.

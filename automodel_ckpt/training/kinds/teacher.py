@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,18 +20,15 @@ from automodel_ckpt.config.keys.kinds import DistillConfig, TeacherConfig
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
-from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.collate import IGNORE_INDEX, Tensors
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.loss.causal import in_numpy, labelled_positions
-from automodel_ckpt.models.config_checks import check_task
-from automodel_ckpt.models.config_reading import load_model_config
-from automodel_ckpt.models.inspect.forward import logits_of
+from automodel_ckpt.models.config_reading import check_task, load_model_config
+from automodel_ckpt.models.inspect.interface import logits_of, wanted_size
 from automodel_ckpt.models.inspect.repository import RepositoryOptions, base_directory
-from automodel_ckpt.models.inspect.vocabulary import wanted_size
 from automodel_ckpt.models.loss.distillation_targets import LogitTargets
 from automodel_ckpt.models.loss.fused_distillation import CapturedHidden
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import choose_strategy
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, choose_strategy
 from automodel_ckpt.parallel.parallelize import gather_root, reshard
 from automodel_ckpt.training.model.sections import (
     is_fully_sharded,
@@ -41,7 +38,6 @@ from automodel_ckpt.training.model.sections import (
 )
 from automodel_ckpt.training.model.trainable import Trainable
 
-Tensors = Mapping[str, Tensor]
 Order = np.ndarray[Any, Any]
 """Numbers of labels, int64 [N]."""
 KEY = "distill.teacher"
@@ -325,6 +321,6 @@ class Teacher:
             lambda start, end: head.logits_of(hidden[start:end]), self.num_columns, captured.part
         )
 
-    def _use(self, values: Mapping[str, Tensor]) -> None:
+    def _use(self, values: Tensors) -> None:
         for name, parameter in self.trainable.model.named_parameters():
             parameter.data = values[name]

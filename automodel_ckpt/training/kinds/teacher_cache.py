@@ -33,7 +33,7 @@ from automodel_ckpt.data.samples.teacher_targets import (
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.loss.distillation_targets import top_of
 from automodel_ckpt.models.loss.fused_distillation import rows_of_chunk
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.ranks.agree import (
     broadcast_object,
     gather_objects,

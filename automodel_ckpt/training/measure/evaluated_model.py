@@ -13,6 +13,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.rng import StatefulRNG
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.keys.monitoring import GenerationConfig, HarnessConfig
 from automodel_ckpt.errors import RecipeError
@@ -31,7 +32,7 @@ from automodel_ckpt.models.measure.harness import (
     require_harness,
     run_tasks,
 )
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.parallelize import gather_root, reshard
 from automodel_ckpt.parallel.ranks.agree import broadcast_object, raise_on_all_ranks, sum_over_ranks
 from automodel_ckpt.training.model.trainable import Trainable
@@ -102,7 +103,7 @@ class Completions:
         self._evaluated = EvaluatedModel("completions", "generation", recipe)
         self._sampling = Sampling(settings.max_new_tokens, settings.temperature)
 
-    def at(self, step: int) -> list[dict[str, Any]]:
+    def at(self, step: int) -> list[ValueDict]:
         """Generate a completion of each prompt after *step*: ``prompt``, ``text`` and the number of its ``tokens``.
 
         A collective. The same on all ranks.
@@ -112,7 +113,7 @@ class Completions:
             torch.manual_seed(step)
             return [self._complete(prompt) for prompt in self._settings.prompts]
 
-    def _complete(self, prompt: str) -> dict[str, Any]:
+    def _complete(self, prompt: str) -> ValueDict:
         given: Any = prompt
         evaluated = self._evaluated
         if has_chat_template(evaluated.preprocessor) and not self._settings.raw:

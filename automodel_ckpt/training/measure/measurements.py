@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from automodel_ckpt.checkpoint.run.notes import VALIDATION
-from automodel_ckpt.config.keys.monitoring import harness_of
-from automodel_ckpt.config.recipe_rules import has_validation
+from automodel_ckpt.config.recipe_rules import harness_of, has_validation
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
@@ -21,14 +20,15 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler, total_steps
-from automodel_ckpt.training.measure.evaluation import (
+from automodel_ckpt.training.parts.objective import Objective
+from automodel_ckpt.training.values.records import (
     ACCURACY,
     PERPLEXITY,
     EvaluationTotals,
+    Number,
+    Validation,
     sum_by_name,
 )
-from automodel_ckpt.training.parts.objective import Objective
-from automodel_ckpt.training.values.records import Number, Validation
 from automodel_ckpt.training.values.run_log import RunLog
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.files.layout import AVERAGE
 from automodel_ckpt.checkpoint.loader import Resumed
@@ -26,6 +25,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     unwrap,
 )
 from automodel_ckpt.config.keys.optimizer import EmaConfig
+from automodel_ckpt.parallel.gradients import local_shard
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.parallel.ranks.agree import gather_objects
 from automodel_ckpt.training.values.records import Number
@@ -102,7 +102,7 @@ class WeightAverage:
         average = torch.empty_like(weight, dtype=_master_type(weight.dtype), requires_grad=False)
         # A parameter that requires gradients, as the weight: checkpoints can share files of those that do not.
         _put(self.module, name, nn.Parameter(average))
-        pair = _local(average), _local(weight.detach())
+        pair = local_shard(average), local_shard(weight.detach())
         pair[0].copy_(pair[1])
         self._pairs.append(pair)
 
@@ -187,11 +187,6 @@ def average_bytes(parameters: Iterable[nn.Parameter]) -> int:
 def _master_type(dtype: torch.dtype) -> torch.dtype:
     # The change of a step is below the precision of 16 bits.
     return torch.promote_types(dtype, torch.float32)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _put(root: nn.Module, fqn: str, tensor: Tensor) -> None:

@@ -28,8 +28,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models import quantize
 from automodel_ckpt.models.fresh_base import make_base
-from automodel_ckpt.models.inspect.float32_parts import float32_names
-from automodel_ckpt.models.inspect.forward import model_without_adapters
+from automodel_ckpt.models.inspect.interface import model_without_adapters
 from automodel_ckpt.models.inspect.repository import base_directory
 from automodel_ckpt.models.layers.adapter import (
     Adapted,
@@ -41,8 +40,8 @@ from automodel_ckpt.models.layers.lora import Lora
 from automodel_ckpt.models.layers.quantized_linear import quantize_layers
 from automodel_ckpt.models.loss.loss_head import output_layer
 from automodel_ckpt.models.loss.mtp import is_of_mtp
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import choose_strategy
+from automodel_ckpt.models.meta_init import float32_names
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, choose_strategy
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
 from automodel_ckpt.training.model.sections import ModelRequest, repository_options
 

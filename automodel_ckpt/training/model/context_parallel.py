@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-from automodel_ckpt.models.inspect.forward import (
+from automodel_ckpt.checkpoint.files.type_aliases import Values
+from automodel_ckpt.models.inspect.interface import (
     logits_of,
     model_without_adapters,
     side_effect_free,
 )
 from automodel_ckpt.models.loss.mtp import mtp_decoders
 from automodel_ckpt.parallel.context_parallel import ContextParallel, context_parallel_error
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.ranks.agree import gather_objects
 from automodel_ckpt.training.model.pipeline import FromTokens
 
@@ -26,7 +25,7 @@ _TOKENS_PER_SLICE = 3
 
 
 def divide_rows(
-    model: nn.Module, probe_model: nn.Module, layout: RankLayout, options: Mapping[str, Any]
+    model: nn.Module, probe_model: nn.Module, layout: RankLayout, options: Values
 ) -> ContextParallel:
     """Make the sharded *model* compute only this rank's slice of each row. A collective.
 
@@ -45,7 +44,7 @@ def divide_rows(
 
 
 def _difference(
-    model: nn.Module, context: ContextParallel, device: torch.device, options: Mapping[str, Any]
+    model: nn.Module, context: ContextParallel, device: torch.device, options: Values
 ) -> str:
     """How the logits of this rank's slice differ from the logits of complete rows. Empty if only by rounding."""
     length = context.size * _TOKENS_PER_SLICE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
@@ -27,21 +28,20 @@ from automodel_ckpt.models.build import (
     uses_code,
     with_attention_caps,
 )
-from automodel_ckpt.models.inspect.error_texts import naming_files
-from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
+from automodel_ckpt.models.inspect.interface import naming_files, set_size, wanted_size
 from automodel_ckpt.models.inspect.repository import importing_code
-from automodel_ckpt.models.inspect.vocabulary import set_size, wanted_size
 from automodel_ckpt.models.meta_init import (
     CANNOT_BUILD,
     InitialValues,
     allocate,
+    constants_in,
+    float32_names,
     initialise,
     is_transient,
     on_meta,
 )
 from automodel_ckpt.models.model_checks import check_complete
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import choose_strategy
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, choose_strategy
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.parallelize import Materialise, compute_context, parallelize
 from automodel_ckpt.parallel.ranks.agree import gather_or_raise, raise_on_all_ranks
@@ -88,7 +88,7 @@ def build_deferred(
     group: ProcessGroup | None,
     vocab_size: int | None = None,
     needs_values: str = "",
-    loading: Mapping[str, Any] | None = None,
+    loading: Values | None = None,
     mtp: MtpPlan | None = None,
     allow_new_head: bool = False,
 ) -> DeferredModel:
@@ -133,7 +133,7 @@ def build_deferred(
             value=f"{base}: {next(filter(None, reasons))}",
             hint="set weights: new for random initial values, or remove model.mtp",
         )
-    from automodel_ckpt.models.inspect.vision import other_parts_in_files
+    from automodel_ckpt.models.inspect.interface import other_parts_in_files
     from automodel_ckpt.models.loss.mtp_families import patterns_in_files
 
     model = build_model(
@@ -208,7 +208,7 @@ def _not_quantized(config: PreTrainedConfig) -> PreTrainedConfig:
 def _made(
     config: PreTrainedConfig,
     auto_class: Any,
-    options: Mapping[str, Any],
+    options: Values,
     mtp: MtpPlan | None,
 ) -> Any:
     """A model of *config* with the initial values of its class."""
@@ -232,7 +232,7 @@ def _on_meta(
     *,
     allow_new_head: bool,
 ) -> DeferredModel:
-    options: dict[str, Any] = {
+    options: ValueDict = {
         "dtype": fresh_dtype(config, section.dtype or "float32"),
         "trust_remote_code": uses_code(config, auto_class, repository_options(section)),
     }

@@ -15,17 +15,16 @@ from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.media.image_packing import ImagePack, ImageRowLayout, PackCollator
 from automodel_ckpt.data.media.media_files import pillow
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.attention.by_document import attend_by_mask
-from automodel_ckpt.models.attention.image_positions import rotary_positions
-from automodel_ckpt.models.attention.packing_probe import Answer
+from automodel_ckpt.models.attention.by_document import Answer, attend_by_mask
+from automodel_ckpt.models.attention.positions import rotary_positions
 from automodel_ckpt.models.attention.row_masks import install_row_masks
-from automodel_ckpt.models.inspect.forward import (
+from automodel_ckpt.models.inspect.interface import (
     attention_of,
     logits_of,
     side_effect_free,
 )
 from automodel_ckpt.parallel.ranks.agree import on_all_ranks
-from automodel_ckpt.training.model.row_sharing import ProbedModel, choose_document_kernel
+from automodel_ckpt.training.model.sections import ProbedModel, choose_document_kernel
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.state.module_tensors import record_complete_tensors
 from automodel_ckpt.checkpoint.state.optimizer_state import Owners
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.pipeline_stage import (
     LocalStage,
@@ -22,20 +23,21 @@ from automodel_ckpt.models.pipeline_stage import (
     has_tied_ends,
 )
 from automodel_ckpt.parallel.context_parallel import ContextParallel
-from automodel_ckpt.parallel.mesh import RankLayout, build_mesh
+from automodel_ckpt.parallel.mesh import build_mesh
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.pipeline import (
     Kind,
     Pipeline,
     TiedEnds,
 )
 from automodel_ckpt.parallel.ranks.agree import gather_objects
-from automodel_ckpt.parallel.tensor_plan import Plan, plan_for
+from automodel_ckpt.parallel.tensor_parallel import Plan, plan_for
 
 log = logging.getLogger("automodel_ckpt")
 
 T = TypeVar("T")
 
-StageOutput = Callable[[Mapping[str, Tensor], "torch.Tensor | None"], Tensor]
+StageOutput = Callable[[Tensors, "torch.Tensor | None"], Tensor]
 """From the rows of a micro-batch, and the hidden states [B, t, H] of the previous stage (None on the first), to the
 hidden states for the next stage, or on the last stage to the summed loss. t is the length of a row, or of this rank's
 slice of it with context parallelism."""
@@ -107,9 +109,7 @@ class PipelineStage:
             weights = [] if isinstance(end, PassThrough) else [end.weight]
             self._tied = TiedEnds(weights, layout)
 
-    def train(
-        self, rows: Sequence[Mapping[str, Tensor]], output: StageOutput, weight: float
-    ) -> list[Tensor]:
+    def train(self, rows: Sequence[Tensors], output: StageOutput, weight: float) -> list[Tensor]:
         """Run forward and backward of all micro-batches. Returns the summed losses, on the last stage only.
 
         The gradients are the gradients of the losses times *weight*.
@@ -122,13 +122,13 @@ class PipelineStage:
             self._tied.sum_gradients()
         return losses
 
-    def evaluate(self, rows: Sequence[Mapping[str, Tensor]], output: StageOutput) -> list[Tensor]:
+    def evaluate(self, rows: Sequence[Tensors], output: StageOutput) -> list[Tensor]:
         """Run the forward pass of all micro-batches. Returns the summed losses, on the last stage only."""
         return self.pipeline.evaluate(
             lambda number, hidden: output(rows[number], hidden), self._shapes(rows)
         )
 
-    def _shapes(self, rows: Sequence[Mapping[str, Tensor]]) -> list[tuple[int, int]]:
+    def _shapes(self, rows: Sequence[Tensors]) -> list[tuple[int, int]]:
         """The rows and the length of the hidden states of each micro-batch on this rank."""
         shapes = []
         for each in rows:

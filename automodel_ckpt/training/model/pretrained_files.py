@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files.layout import RankLayout
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict
 from automodel_ckpt.checkpoint.formats.description import DTYPES
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
@@ -33,10 +34,9 @@ from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.build import fresh_dtype
 from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in, tensor_types_in
-from automodel_ckpt.models.inspect.float32_parts import float32_pattern
+from automodel_ckpt.models.inspect.interface import log_resized, vocabulary_names
 from automodel_ckpt.models.inspect.repository import base_directory, fetched_directory
-from automodel_ckpt.models.inspect.vocabulary import log_resized, vocabulary_names
-from automodel_ckpt.models.layers.quantized_linear import QuantizedLinear
+from automodel_ckpt.models.meta_init import float32_pattern
 from automodel_ckpt.models.weight_matching import (
     Names,
     Shape,
@@ -67,7 +67,7 @@ def layout_in_files(model: nn.Module, directory: Path | None) -> StoredLayout:
 
     in_base = frozenset(tensor_names_in(directory)) if directory is not None else frozenset()
     found = with_mtp_names(model, found, in_base)
-    copies: dict[str, str] = {}
+    copies: TextDict = {}
     for name, stored in copies_in_files(model, found.names).items():
         if name in in_base:
             copies[name] = stored
@@ -245,7 +245,7 @@ class PretrainedFiles:
             return []
         former = former_buffers(model, names)
         known = set(ignored_by(model, names)).difference(former)
-        from automodel_ckpt.models.inspect.vision import other_parts_in_files
+        from automodel_ckpt.models.inspect.interface import other_parts_in_files
         from automodel_ckpt.models.loss.mtp_families import patterns_in_files
 
         globs = [*patterns_in_files(self._config), *other_parts_in_files(self._config)]
@@ -297,10 +297,10 @@ class PretrainedFiles:
         self, model: nn.Module, modules: Mapping[str, nn.Module], layout: StoredLayout
     ) -> dict[str, Filling]:
         """The stored tensors for the tensors of *model* that are left on this rank, by their names in *layout*."""
-        owners_of_rows: dict[str, str] = {}
+        owners_of_rows: TextDict = {}
         for fqn, parts in self._layout.rows.items():
             owners_of_rows.update(dict.fromkeys(parts, fqn))
-        former_fqns: dict[str, str] = {}
+        former_fqns: TextDict = {}
         for name in self._verdict.matches:
             former_fqns[name] = owners_of_rows.get(name, self._fqns.get(name, name))
         present = _present_fqns(former_fqns.values(), model, modules)
@@ -313,22 +313,21 @@ class PretrainedFiles:
             is_resized = name in self._verdict.resized
             quantized = self._quantized.get(stored)
             parent, _, key = former_fqns[name].rpartition(".")
-            owner = modules[parent]
-            is_packed = isinstance(owner, QuantizedLinear) and key == "weight"
-            take = owner.fill if is_packed else None
+            # Layers with weights in 4 bits have this method.
+            take = getattr(modules[parent], "fill_weight", None) if key == "weight" else None
             fillings[target] = Filling(self._tensors, stored, is_resized, quantized, take)
         return fillings
 
 
 def _present_fqns(
     former_fqns: Iterable[str], model: nn.Module, modules: Mapping[str, nn.Module]
-) -> dict[str, str]:
+) -> TextDict:
     """{FQN in the model without adapters: FQN in *model*} of the tensors that are left on this rank.
 
     Adapters moved some modules into others, so that their names changed. *modules* have their former names.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    present: dict[str, str] = {}
+    present: TextDict = {}
     for former in former_fqns:
         parent, _, key = former.rpartition(".")
         if parent not in modules:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.attention.packing_probe import (
+from automodel_ckpt.models.attention.by_document import (
     padding_changes_outputs,
     probe_rows,
 )
-from automodel_ckpt.models.config_checks import context_length
-from automodel_ckpt.models.inspect.forward import (
+from automodel_ckpt.models.inspect.interface import (
     class_and_message,
+    context_length,
     model_without_adapters,
     side_effect_free,
 )
@@ -35,8 +35,13 @@ from automodel_ckpt.models.model_checks import (
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
 from automodel_ckpt.training.model.deferred_model import Sharded
-from automodel_ckpt.training.model.row_sharing import ProbedModel, Rows, choose_row_layout
-from automodel_ckpt.training.model.sections import ModelRequest, balancing_scope
+from automodel_ckpt.training.model.sections import (
+    ModelRequest,
+    ProbedModel,
+    Rows,
+    balancing_scope,
+    choose_row_layout,
+)
 
 if TYPE_CHECKING:
     from automodel_ckpt.loss.router_loss import RouterLoss
@@ -52,9 +57,9 @@ def probe(
     request: ModelRequest,
     model: nn.Module,
     sharded: Sharded,
-    options: Mapping[str, Any],
+    options: Values,
     router: RouterSettings | None,
-) -> dict[str, Any]:
+) -> ValueDict:
     """Find out what the *sharded* model supports, and prepare it for that. A collective.
 
     *model* is the object that was sharded in place. *options* are the arguments of each forward pass. *router*
@@ -83,7 +88,7 @@ def probe(
     if config.loss_fn is None and request.predicts_tokens and layout.is_last_stage:
         # Otherwise the loss is computed from full logits.
         head = install_loss_head(from_tokens, options, request.row_multiple, layout.device)
-    found: dict[str, Any] = {
+    found: ValueDict = {
         "router_loss": router_loss,
         "loss_head": head,
         # Read here: it depends on the weight's type, which sharding changes back after the probes.
@@ -136,7 +141,7 @@ def _shared_rows(probed: ProbedModel) -> Rows | None:
     request = probed.request
     if request.packs_images and request.config.packed_sequence is not None:
         from automodel_ckpt.data.image_collate import ImageTextCollator
-        from automodel_ckpt.models.inspect.vision import image_token_ids
+        from automodel_ckpt.models.inspect.interface import image_token_ids
         from automodel_ckpt.training.model.image_rows import choose_image_rows
 
         ids = image_token_ids(request.model_config, request.preprocessor)
@@ -200,7 +205,7 @@ def remove_dropout(request: ModelRequest, model: nn.Module) -> None:
     """Turn off the dropout of *model*, unless the recipe trains with it, and log that there was some."""
     if request.uses_dropout:
         return
-    from automodel_ckpt.models.dropout import turn_off_dropout
+    from automodel_ckpt.models.model_checks import turn_off_dropout
 
     rates = turn_off_dropout(model)
     if rates:
@@ -239,7 +244,7 @@ def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSet
 
 
 def build_router_loss(
-    request: ModelRequest, model: nn.Module, settings: RouterSettings, options: Mapping[str, Any]
+    request: ModelRequest, model: nn.Module, settings: RouterSettings, options: Values
 ) -> RouterLoss:
     """Build the load balancing loss, and compare it with the sharded *model*'s loss on a few tokens. A collective.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_ckpt.base.device_copies import to_device
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.state.module_tensors import (
     record_complete_tensors,
     set_stored_layout,
@@ -20,25 +21,27 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.packing import IS_TOKEN
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_errors
 from automodel_ckpt.models.hf_names import tensor_names_in
-from automodel_ckpt.models.inspect.float32_parts import float32_names
-from automodel_ckpt.models.inspect.forward import accepts_use_cache
-from automodel_ckpt.models.inspect.repository import base_directory, quiet
-from automodel_ckpt.models.inspect.vocabulary import (
+from automodel_ckpt.models.inspect.interface import (
+    accepts_use_cache,
     num_embeddings,
     resize_vocabulary,
     vocabulary_names,
     wanted_size,
 )
+from automodel_ckpt.models.inspect.repository import base_directory, quiet
 from automodel_ckpt.models.loss.loss_head import LossHead
+from automodel_ckpt.models.meta_init import float32_names
 from automodel_ckpt.models.model_checks import (
     check_attention,
     check_separate_memory,
     check_trained_types,
     router_settings,
 )
+from automodel_ckpt.parallel.gradients import keep_frozen_statistics
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.precision import (
@@ -50,7 +53,6 @@ from automodel_ckpt.parallel.precision import (
     resolve_precision,
     with_parameter_type,
 )
-from automodel_ckpt.parallel.running_statistics import keep_frozen_statistics
 from automodel_ckpt.training.model.deferred_model import (
     DeferredModel,
     build_unsharded,
@@ -88,20 +90,20 @@ if TYPE_CHECKING:
     from automodel_ckpt.models.measure.flop_count import FlopCount
     from automodel_ckpt.parallel.context_parallel import ContextParallel
     from automodel_ckpt.training.model.pipeline import PipelineStage
-    from automodel_ckpt.training.model.row_sharing import Rows
+    from automodel_ckpt.training.model.sections import Rows
 
 log = logging.getLogger("automodel_ckpt")
 
 
 def _change_model(
     request: ModelRequest, deferred: DeferredModel
-) -> tuple[DeferredModel, dict[str, Any]]:
+) -> tuple[DeferredModel, ValueDict]:
     """Resize the vocabulary, record the stored layout, and add adapters or freeze parameters.
 
     Returns the changed model, and the fields of :class:`Trainable` that describe the changes.
     """
     section, model = request.config.model, deferred.model
-    from automodel_ckpt.models.layers.freezing import freeze
+    from automodel_ckpt.models.model_checks import freeze
 
     if isinstance(section, Target):
         if request.is_trained:
@@ -190,7 +192,7 @@ def _freeze(
     request: ModelRequest, model: nn.Module, section: ModelConfig, directory: Path | None
 ) -> None:
     """Apply ``model.freeze`` to *model*. Its pretrained files are in *directory* (None: fresh weights)."""
-    from automodel_ckpt.models.layers.freezing import freeze, narrow_frozen
+    from automodel_ckpt.models.model_checks import freeze, narrow_frozen
 
     freeze(model, section.freeze, section.freeze_if_present)
     if not request.keeps_frozen_types or directory is None:
@@ -216,7 +218,7 @@ def _fuse_layers(request: ModelRequest, model: nn.Module) -> None:
         peft = request.config.peft
         with_adapters = with_adapters and (peft is None or peft.quantize_base is None)
     if with_layers:
-        from automodel_ckpt.models.attention.position_bias import lay_out_position_biases
+        from automodel_ckpt.models.attention.positions import lay_out_position_biases
         from automodel_ckpt.models.layers.fused_gates import fuse_gates
         from automodel_ckpt.models.layers.fused_norms import fuse_norms
         from automodel_ckpt.models.layers.fused_rotary import fuse_rotary_embeddings
@@ -259,7 +261,7 @@ class Trainable:
     """This rank's shards of a model, or of one pipeline stage, and how its forward pass is called."""
 
     model: nn.Module
-    forward_options: Mapping[str, Any] = field(default_factory=dict)
+    forward_options: Values = field(default_factory=dict)
     """Arguments of each forward pass besides the rows."""
     compute: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The context of each forward pass, which sets the dtype that all ranks compute in."""
@@ -298,19 +300,19 @@ class Trainable:
     precision: str = ""
     """The data types of the weights and of the computation, for the log."""
 
-    def inputs_of(self, rows: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    def inputs_of(self, rows: Tensors, device: torch.device) -> dict[str, Tensor]:
         """The arguments of a forward pass that *rows* have, on *device*."""
         inputs = {}
         for name, value in rows.items():
             if name not in ("labels", IS_TOKEN):
                 inputs[name] = to_device(value, device)
         if "position_ids" in inputs and device.type != "cpu":
-            from automodel_ckpt.models.attention.host_positions import note_positions
+            from automodel_ckpt.models.attention.positions import note_positions
 
             note_positions(inputs["position_ids"], rows["position_ids"])
         return inputs
 
-    def forward(self, inputs: Mapping[str, Tensor]) -> Any:
+    def forward(self, inputs: Tensors) -> Any:
         """Call the model with *inputs* on its device, in the dtype that all ranks compute in. Returns its output."""
         with self.compute():
             return self.model(**inputs, **self.forward_options)
@@ -351,7 +353,7 @@ def check_before_data(request: ModelRequest) -> None:
 
             find_layers(model, lora_of(config.peft), head_of(request, model))
         else:
-            from automodel_ckpt.models.layers.freezing import freeze
+            from automodel_ckpt.models.model_checks import freeze
 
             freeze(model, section.freeze, section.freeze_if_present)
 
@@ -390,7 +392,7 @@ def build_trainable(request: ModelRequest) -> Trainable:
         keep_frozen_statistics(model)
     # A cache of keys and values serves generation only, and costs time and memory in each step. With one, models
     # of transformers do not look for the samples of a packed row.
-    options: dict[str, Any] = {"use_cache": False} if accepts_use_cache(model) else {}
+    options: ValueDict = {"use_cache": False} if accepts_use_cache(model) else {}
     router = choose_router_settings(request, model)
     if router is None and router_settings(model) is not None:
         # Otherwise the model would compute router logits that nothing uses.
@@ -454,6 +456,8 @@ def _summary(request: ModelRequest, model: nn.Module) -> str:
         num_all += parameter.numel()
         if parameter.requires_grad:
             num_trained += parameter.numel()
+    # Layers with weights in 4 bits.
+    num_all += sum(getattr(module, "num_uncounted", 0) for module in model.modules())
     text = f"{type(model).__name__} with {num_all:,} parameters"
     if num_trained != num_all:
         text += f", {num_trained:,} of them trained"

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, ValueDict, Values
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.checkpoint.state.model_config import CONFIG as _CONFIG
@@ -82,7 +83,7 @@ def other_configs(model: nn.Module, weights: Weights) -> Iterator[Difference]:
         return
     here = _complete(config)
     stated = dict(weights.stated_config)
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Values] = {}
     if stated:
         found["metadata"] = _same_rounding(_as_in_class(config, stated), here)
     directory = side_directory(weights, weights.modules[MODEL])
@@ -110,7 +111,7 @@ def other_configs(model: nn.Module, weights: Weights) -> Iterator[Difference]:
             yield Difference(weights.path, text, lines)
 
 
-def _as_in_class(config: PreTrainedConfig, stated: dict[str, Any]) -> dict[str, Any]:
+def _as_in_class(config: PreTrainedConfig, stated: ValueDict) -> ValueDict:
     """Return the *stated* settings under the keys that *config* has, without those that are not stated.
 
     Other programs use other names for models: in GGUF, Mistral has the architecture ``llama`` too.
@@ -125,9 +126,9 @@ def _as_in_class(config: PreTrainedConfig, stated: dict[str, Any]) -> dict[str, 
     return stated
 
 
-def _same_rounding(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+def _same_rounding(there: Values, here: Values) -> ValueDict:
     """Return *there* with the numbers of *here* that are equal in float32, which other formats store."""
-    found: dict[str, Any] = {}
+    found: ValueDict = {}
     for key, value in there.items():
         own = here.get(key)
         found[key] = value
@@ -138,13 +139,13 @@ def _same_rounding(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[st
     return found
 
 
-def _complete(config: PreTrainedConfig) -> dict[str, Any]:
+def _complete(config: PreTrainedConfig) -> ValueDict:
     """All settings of a config; config.json only has those that are not the default of its class."""
-    settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    settings: ValueDict = json.loads(config.to_json_string(use_diff=False))
     return settings
 
 
-def _side_json(directory: Path, name: str) -> dict[str, Any] | None:
+def _side_json(directory: Path, name: str) -> ValueDict | None:
     """The content of the JSON file *name* of the weights in *directory*, or next to shards.
 
     Returns None when there is no such file.
@@ -193,7 +194,7 @@ def check_scales(model: nn.Module, stored: Stored, directories: Mapping[int, Pat
         )
 
 
-def shared_modules(model: nn.Module) -> dict[str, str]:
+def shared_modules(model: nn.Module) -> TextDict:
     """{alias: name} of parameters shared by two modules that are trained in addition to adapters, as in peft's files.
 
     peft stores such a parameter under both names.

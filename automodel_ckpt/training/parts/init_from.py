@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.base.store_url import is_url, public
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.layout import RankLayout
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, ValueDict
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import (
@@ -77,7 +78,7 @@ class Start:
         """How the configs of sources for the whole model differ from the model's."""
         self.unused: list[str] = []
         """The names without the prefix of ``strip``."""
-        self._tied: dict[str, str] = {}
+        self._tied: TextDict = {}
         self._directories: dict[int, Path | None] = {}
         """The directory with the side files of each module of a source, by id."""
         self._whole: list[Weights] = []
@@ -155,8 +156,8 @@ class Start:
 
         Raises :class:`RecipeError` for differences that the section does not allow.
         """
-        shapes: dict[str, Any] = {}
-        tied: dict[str, str] = {}
+        shapes: ValueDict = {}
+        tied: TextDict = {}
         for name, module in self._modules.items():
             own_shapes, own_tied = module_shapes(module)
             shapes |= {_qualified(name, fqn): shape for fqn, shape in own_shapes.items()}

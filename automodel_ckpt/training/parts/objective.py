@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,9 +15,11 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.base.device_copies import to_device
 from automodel_ckpt.config.callables.plugins import build_function
 from automodel_ckpt.config.tree.rules import Target
-from automodel_ckpt.data.batches.packing import IS_TOKEN, longest_sample
+from automodel_ckpt.data.batches.packing import IS_TOKEN
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.loss.causal import (
+    MTP_LOSS,
     WHOLE,
     LossFn,
     check_is_sum,
@@ -25,38 +27,34 @@ from automodel_ckpt.loss.causal import (
     cross_entropy_sum,
     in_numpy,
     labelled_positions,
+    labels_of_depths,
     next_token_loss,
     num_label_tokens,
     shift_labels,
 )
-from automodel_ckpt.models.config_checks import check_context
-from automodel_ckpt.models.inspect.forward import logits_of
+from automodel_ckpt.models.inspect.interface import check_context, logits_of
 from automodel_ckpt.models.loss.fused_cross_entropy import widened
 from automodel_ckpt.models.loss.loss_head import LossHead
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.measure.evaluation import (
-    ACCURACY,
-    HITS,
-    PERPLEXITY,
-    EvaluationSums,
-    EvaluationTotals,
-    perplexity,
-)
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.values.records import (
+    ACCURACY,
     AUX_LOSS,
+    HITS,
     LABEL_TOKENS,
+    PERPLEXITY,
     Z_LOSS,
     BatchSize,
+    EvaluationSums,
+    EvaluationTotals,
     LossSum,
+    perplexity,
 )
 
 if TYPE_CHECKING:
+    from automodel_ckpt.models.loss.fused_cross_entropy import ZLoss
     from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
-    from automodel_ckpt.models.loss.z_loss import ZLoss
-
-Tensors = Mapping[str, Tensor]
 
 
 class Objective:
@@ -175,8 +173,6 @@ class Objective:
         if self.router_loss is not None:
             metrics[AUX_LOSS] = self.router_loss.share()
         if self.trainable.mtp is not None:
-            from automodel_ckpt.loss.mtp_loss import MTP_LOSS
-
             metrics[MTP_LOSS] = self.trainable.mtp.take_noted()
         if self.z_loss is not None:
             metrics[Z_LOSS] = torch.as_tensor(z_loss)
@@ -347,8 +343,6 @@ class Objective:
     ) -> Tensor:
         """Compute the loss of *rows* as :meth:`row_loss` does, and keep the losses of further tokens in *mtp*."""
         trainable = self.trainable
-        from automodel_ckpt.loss.mtp_loss import labels_of_depths
-
         labels = labels_of_depths(rows["labels"], mtp.num_depths, rows.get("position_ids"))
         # The output has the model's own rows first, and the rows of each depth after them.
         num_rows = len(rows["labels"])
@@ -439,3 +433,11 @@ def build_loss_fn(section: Target | None, device: torch.device) -> LossFn:
         # A module without parameters has nothing to save, and would be state as an attribute; its method is not.
         return loss_fn if loss_fn.state_dict() else loss_fn.forward
     return loss_fn  # type: ignore[no-any-return]
+
+
+def longest_sample(batch: Tensors) -> int:
+    """Return the length of the longest sample of a micro-batch, including padding if it has one sample per row."""
+    positions = batch.get("position_ids")
+    if positions is None:
+        return batch["labels"].shape[1]
+    return int(positions.max()) + 1

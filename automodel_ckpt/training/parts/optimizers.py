@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.state.module_tensors import stored_layout, unwrap
 from automodel_ckpt.checkpoint.state.optimizer_state import trained_by_all
 from automodel_ckpt.config.callables.plugins import build, callable_of
@@ -27,8 +28,8 @@ from automodel_ckpt.config.keys.optimizer import (
 )
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.inspect.error_texts import did_you_mean
-from automodel_ckpt.optim.build import FusedAdamW, check_optimizer
+from automodel_ckpt.models.inspect.interface import did_you_mean
+from automodel_ckpt.optim.build import FusedAdamW, check_optimizer, parts_of
 
 if TYPE_CHECKING:
     from automodel_ckpt.optim.adam8bit import AdamW8bit
@@ -62,7 +63,7 @@ class Trained:
         """Whether a glob, or the name of a set of parameters, matches this one."""
         if pattern == HIDDEN_MATRICES:
             return self.is_hidden_matrix
-        from automodel_ckpt.models.inspect.vision import PARTS, parameters_of
+        from automodel_ckpt.models.inspect.interface import PARTS, parameters_of
 
         if pattern in PARTS:
             return bool(parameters_of(pattern, self.names))
@@ -125,7 +126,7 @@ class PlannedGroup:
 
     key: str
     section: Group | None
-    options: dict[str, Any]
+    options: ValueDict
     label: str
     members: list[Trained] = field(default_factory=list)
 
@@ -170,7 +171,7 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
 
 def _empty_groups(key: str, group: Group | None, section: Section) -> list[PlannedGroup]:
     """The groups of an entry of ``optimizer.groups`` at *key*. None: of what matches no entry."""
-    options: dict[str, Any] = {}
+    options: ValueDict = {}
     if isinstance(group, OptimizerGroup):
         for name in ("lr", "betas", "eps", "weight_decay"):
             if getattr(group, name) is not None:
@@ -252,7 +253,7 @@ def divided_by_width(
     return [group for group, size in zip(divided, sizes, strict=True) if size]
 
 
-def inherited(section: Section, group: TargetGroup) -> dict[str, Any]:
+def inherited(section: Section, group: TargetGroup) -> ValueDict:
     """Return the settings of *section* that the optimizer of *group* takes and that the group does not set.
 
     The defaults of betas and eps are left out, because they are AdamW's. A class that has a pair where the section has
@@ -260,7 +261,7 @@ def inherited(section: Section, group: TargetGroup) -> dict[str, Any]:
     """
     if isinstance(section, OptimizerConfig):
         usual = OptimizerConfig()
-        settings: dict[str, Any] = {"lr": section.lr, "weight_decay": section.weight_decay}
+        settings: ValueDict = {"lr": section.lr, "weight_decay": section.weight_decay}
         for name in ("betas", "eps"):
             if getattr(section, name) != getattr(usual, name):
                 settings[name] = getattr(section, name)
@@ -288,7 +289,7 @@ def _rate_and_decay(section: Section, group: PlannedGroup) -> tuple[float, float
     from automodel_ckpt.optim.adam8bit import AdamW8bit
 
     if isinstance(owner, OptimizerConfig):
-        known: dict[str, Any] = {"lr": owner.lr, "weight_decay": owner.weight_decay}
+        known: ValueDict = {"lr": owner.lr, "weight_decay": owner.weight_decay}
     else:
         function = callable_of(owner)
         if function not in (torch.optim.AdamW, AdamW8bit):
@@ -361,7 +362,7 @@ def _by_optimizer(
 def _build_one(
     section: OptimizerConfig | OptimizerTarget | TargetGroup,
     groups: Sequence[PlannedGroup],
-    shared: Mapping[str, Any],
+    shared: Values,
 ) -> Any:
     """Build the optimizer of *section* for *groups*. *shared* are the settings that it has from another section."""
     params: list[Any] = [
@@ -432,7 +433,7 @@ def _check_options(optimizer: Optimizer, groups: Sequence[PlannedGroup]) -> None
 def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
     """One line for each parameter group: how many tensors and elements it trains, with which options."""
     of_all_stages = trained_by_all(optimizer)
-    kinds = [type(each).__name__ for each in _combined(optimizer) for _ in each.param_groups]
+    kinds = [type(each).__name__ for each in parts_of(optimizer) for _ in each.param_groups]
     # A user's function may have made other groups.
     labels = labels if len(labels) == len(kinds) else [""] * len(kinds)
     for number, (group, kind, label) in enumerate(
@@ -462,12 +463,7 @@ def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
 def optimizers_8bit(optimizer: Optimizer) -> list[AdamW8bit]:
     """The optimizers with 8-bit moments among those that *optimizer* combines, or *optimizer* itself."""
     # By an attribute of the class, which is imported only where a recipe names it.
-    return [each for each in _combined(optimizer) if hasattr(each, "state_options")]
-
-
-def _combined(optimizer: Any) -> list[Any]:
-    """The optimizers that *optimizer* combines, or *optimizer* itself."""
-    return list(getattr(optimizer, "optimizers", [optimizer]))
+    return [each for each in parts_of(optimizer) if hasattr(each, "state_options")]
 
 
 _LOGGED = {"lr": "lr", "weight_decay": "weight decay"}

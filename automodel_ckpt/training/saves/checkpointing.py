@@ -25,13 +25,12 @@ from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.float32_parts import float32_kept
 from automodel_ckpt.models.inspect.repository import base_directory, code_directory
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import choose_strategy, require_replicas
+from automodel_ckpt.models.meta_init import float32_kept
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, choose_strategy, require_replicas
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
 from automodel_ckpt.training.model.trainable import Trainable
-from automodel_ckpt.training.stop_tokens import generation_file
+from automodel_ckpt.training.parts.preprocessors import generation_file
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.saves.memory_saves import MemorySaves

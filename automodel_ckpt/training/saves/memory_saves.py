@@ -6,17 +6,17 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.units import counted, size_text
 from automodel_ckpt.checkpoint.checkpointer import Checkpointer, Resumed
 from automodel_ckpt.checkpoint.files.layout import RankLayout
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.memory.directory import GENERATION, remove_memory
 from automodel_ckpt.checkpoint.memory.nodes import Nodes, open_memory
 from automodel_ckpt.checkpoint.memory.save_files import is_of_save, remove_set_aside
@@ -145,7 +145,7 @@ class MemorySaves:
             if self._is_rank0 or (self.nodes is not None and self.nodes.is_leader):
                 self._remove_all_but(None if base is None else base.path.name)
 
-    def check_space(self, state: Mapping[str, Any]) -> None:
+    def check_space(self, state: Values) -> None:
         """Save nothing to memory, with a warning, if the node of rank 0 has too little for checkpoints of *state*.
 
         Called before the first step. Collective.
@@ -159,7 +159,7 @@ class MemorySaves:
         except SaveFailed as failure:
             self._give_up(failure, "no")
 
-    def _check_fits(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
+    def _check_fits(self, checkpointer: Checkpointer, state: Values) -> None:
         """Raise :class:`SaveFailed` if this node has too little memory for its parts of checkpoints of *state*."""
         forecast = checkpointer.forecast(state)
         share = 1.0 if self.nodes is None else self.nodes.share

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.checkpointer import Checkpointer, Resumed, Saving
 from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_command
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.parts.discovery import discover
 from automodel_ckpt.checkpoint.parts.failures import text_while_running
 from automodel_ckpt.checkpoint.run.links import TO_HUB, clear_links
@@ -36,7 +37,7 @@ from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.values.run_log import RunLog
 
 if TYPE_CHECKING:
-    from automodel_ckpt.training.saves.hub_uploads import HubUploads
+    from automodel_ckpt.training.saves.after_saves import HubUploads
     from automodel_ckpt.training.saves.memory_saves import MemorySaves
     from automodel_ckpt.training.watch.replicas import ReplicaCheck
 
@@ -111,7 +112,7 @@ class Saves:
         self._compared_step: int | None = None
         self.hub_uploads: HubUploads | None = None
         if config.hub is not None and self.checkpointer is not None:
-            from automodel_ckpt.training.saves.hub_uploads import HubUploads
+            from automodel_ckpt.training.saves.after_saves import HubUploads
 
             self.hub_uploads = HubUploads(config.hub, self.checkpointer)
         self._section = config.checkpoint
@@ -129,7 +130,7 @@ class Saves:
 
     # ---------------------------------------------------------------- before the first step
 
-    def check_space(self, state: Mapping[str, Any]) -> None:
+    def check_space(self, state: Values) -> None:
         """Check that a checkpoint fits on the disk and in memory.
 
         Raises :class:`SaveFailed` if ``on_save_failure`` is ``stop``.
@@ -230,7 +231,7 @@ class Saves:
             self.memory.start(resumed, resumed.step)
         return resumed
 
-    def note_if_best(self, losses: Mapping[str, Any]) -> bool:
+    def note_if_best(self, losses: Values) -> bool:
         """Whether *losses* of the present step are the best so far, by ``best_metric_key`` and ``best_mode``, and a
         better value is to be saved (``ckpt_on_best``)."""
         key = self._section.best_metric_key
@@ -248,7 +249,7 @@ class Saves:
         self._scheduler.best = value
         return self._scheduler.settings.ckpt_on_best
 
-    def note_late_validation(self, losses: Mapping[str, Any]) -> None:
+    def note_late_validation(self, losses: Values) -> None:
         """Record *losses* of the resumed step for its checkpoint. A signal had prevented this step's validation."""
         is_wanted = self.note_if_best(losses) or self._scheduler.save_was_due
         if is_wanted and self.checkpointer is not None and self.resumed is not None:
@@ -263,9 +264,7 @@ class Saves:
             self.checkpointer.run.check_lease()
 
     @_measured
-    def save(
-        self, losses: Mapping[str, Any], *, validated: bool, started: float, last: bool
-    ) -> None:
+    def save(self, losses: Values, *, validated: bool, started: float, last: bool) -> None:
         """Save the present step, with *losses* in its ``losses.json``.
 
         *validated*: the losses include a validation. *started* is when the step's validation began, in seconds of
@@ -297,7 +296,7 @@ class Saves:
             self._handle(report.export_failure)
 
     def save_now(
-        self, checkpointer: Checkpointer, losses: Mapping[str, Any], *, validated: bool, last: bool
+        self, checkpointer: Checkpointer, losses: Values, *, validated: bool, last: bool
     ) -> SaveReport:
         """Write the checkpoint of the present step, or with ``is_async`` begin to. Raises :class:`SaveFailed`."""
         scheduler = self._scheduler
@@ -324,7 +323,7 @@ class Saves:
     def write(
         self,
         checkpointer: Checkpointer,
-        losses: Mapping[str, Any],
+        losses: Values,
         *,
         validated: bool = False,
         last: bool = False,
@@ -412,7 +411,7 @@ class Saves:
     # ---------------------------------------------------------------- the end
 
     @_measured
-    def stop(self, losses: Mapping[str, Any]) -> None:
+    def stop(self, losses: Values) -> None:
         """Save the last completed step unless it is saved, without an export. Raises the failure of that save."""
         self._is_stopping = True
         if self.checkpointer is not None:
@@ -480,7 +479,7 @@ class Saves:
 
         def average() -> Path | None:
             checkpointer.run.check_lease()
-            from automodel_ckpt.training.saves.averages import average_last
+            from automodel_ckpt.training.saves.after_saves import average_last
 
             return average_last(checkpointer.directory, count)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from automodel_ckpt.base.hub_access import (
 )
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.links import own_name
@@ -57,7 +58,7 @@ class HubName:
 
     name: str
     where: str
-    values: dict[str, Any]
+    values: ValueDict
     revision_key: str = "revision"
     kind: Kind = "model"
     is_optional: bool = False
@@ -152,7 +153,7 @@ FURTHER = "hub_commits"
 _DATA = "datasets/"
 _MODEL_KEYS = ("model.from_pretrained", "model.from_config")
 
-Recorded = Mapping[str, str]
+Recorded = Texts
 """NAME@REVISION -> commit, as :data:`FURTHER` has them."""
 
 
@@ -172,8 +173,8 @@ def pin_base(
     states what to do.
     """
     config = copy.deepcopy(config)
-    commits: dict[str, str] = {}
-    notes: dict[str, str] = {}
+    commits: TextDict = {}
+    notes: TextDict = {}
     is_offline = False
     with raise_on_all_ranks(group):
         if group is None or dist.get_rank(group) == 0:
@@ -225,13 +226,11 @@ def recorded_commits(summary: Summary | None) -> Recorded | None:
     return {name: commit for name, commit in recorded.items() if is_commit(commit)}
 
 
-def _commits(
-    config: RecipeConfig, recorded: Recorded | None
-) -> tuple[dict[str, str], dict[str, str]]:
+def _commits(config: RecipeConfig, recorded: Recorded | None) -> tuple[TextDict, TextDict]:
     """Determine the commits of all names, by their keys in the recipe, and the notes about them."""
-    commits: dict[str, str] = {}
-    notes: dict[str, str] = {}
-    further: dict[str, str] = {}
+    commits: TextDict = {}
+    notes: TextDict = {}
+    further: TextDict = {}
     for name in hub_names(config):
         if not is_repository(name.name):
             continue

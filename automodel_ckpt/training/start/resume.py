@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint import Checkpointer, Manifest, Resumed
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.parts.discovery import left_out
 from automodel_ckpt.checkpoint.state.mismatch import first_lines
-from automodel_ckpt.config.help.changes import (
+from automodel_ckpt.config.changes import (
     Change,
     change_lines,
     changed_keys,
@@ -34,11 +35,8 @@ from automodel_ckpt.config.keys.optimizer import OptimizerConfig, OptimizerTarge
 from automodel_ckpt.config.tree.yaml_tree import DEFAULT
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.optim.lr import (
-    current_rate,
-    fast_forward,
-    follow_schedule,
-)
+from automodel_ckpt.optim.build import current_rate
+from automodel_ckpt.optim.lr import fast_forward, follow_schedule
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.parts.optimizers import optimizers_8bit
 from automodel_ckpt.training.saves.saves import Saves
@@ -92,7 +90,7 @@ class RecipeComparison:
             message = "settings changed since %s was saved:%s"
             log.warning(message, checkpoint.name, first_lines(lines))
 
-    def effective_recipe(self, resumed: Resumed, options: Mapping[str, Any]) -> str:
+    def effective_recipe(self, resumed: Resumed, options: Values) -> str:
         """Return the recipe with the values that the run uses; on rank 0, which saves it.
 
         *options* are the values of optimizer options that continue as saved, by dotted key.
@@ -192,7 +190,7 @@ class RecipeOptions:
             log.warning(message, what, scheduler.step + 1, now, saved_rate)
 
     @property
-    def kept(self) -> dict[str, Any]:
+    def kept(self) -> ValueDict:
         """The options of the section that continue as saved in all its groups, by dotted key of the recipe."""
         return {
             f"{OPTIMIZER}.{name}": values[0][0] if len(values[0]) == 1 else values[0]
@@ -204,7 +202,7 @@ class RecipeOptions:
         arguments = getattr(self._section, "kwargs", {})
         return _numbers(getattr(self._section, name, arguments.get(name)))
 
-    def _present_groups(self) -> list[dict[str, Any]]:
+    def _present_groups(self) -> list[ValueDict]:
         """The options of each group."""
         groups = self._optimizer.param_groups
         return [{name: group[name] for name in group if name != "params"} for group in groups]
@@ -333,7 +331,7 @@ def _continue_imported_run(resumed: Resumed, recipe: Any) -> None:
         recipe.step_scheduler.consumed_samples = dataloader.samples_before
 
 
-def load_checkpoint(recipe: Any, state: Mapping[str, Any]) -> None:
+def load_checkpoint(recipe: Any, state: Values) -> None:
     """Load the newest usable checkpoint into *state*, and prepare the saves and the logs for the next step. Collective.
 
     *recipe* has the parts of the run and a checkpointer. Without a checkpoint, the run begins. Raises

@@ -6,14 +6,15 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.layout import TEXT_LOG, TRAINING_LOG, VALIDATION_LOG
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.saving.save import SaveReport
@@ -23,7 +24,7 @@ from automodel_ckpt.errors import LeaseLost, without_hidden
 from automodel_ckpt.logs.metrics import JsonlLog, PeakMemory
 from automodel_ckpt.logs.progress import Progress, TextLog, set_up_logging, tear_down_logging
 from automodel_ckpt.logs.timeline import Timeline
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.model.sections import logs_mfu
 from automodel_ckpt.training.values.records import (
@@ -206,7 +207,7 @@ class RunLog:
             return
         control, seconds = step.control, step.seconds
         rate = control.num_tokens / seconds
-        record: dict[str, Any] = {
+        record: ValueDict = {
             "step": step.step,
             "epoch": step.batch.epoch,
             "timestamp": time.time(),
@@ -250,9 +251,7 @@ class RunLog:
             record[self.terms] = validation.count
         self._append(self.validation, record)
 
-    def log_completions(
-        self, scheduler: StepScheduler, completions: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def log_completions(self, scheduler: StepScheduler, completions: Sequence[Values]) -> None:
         """Show completions of the section ``generation``, and write them as one line of ``training.jsonl``."""
         for each in completions:
             log.info("step %d: %r -> %r", scheduler.step, each["prompt"], each["text"])
@@ -260,7 +259,7 @@ class RunLog:
 
     def log_benchmarks(self, scheduler: StepScheduler, metrics: Sequence[TaskMetric]) -> None:
         """Write the metrics of the section ``evaluation`` as a line of ``validation.jsonl``."""
-        record: dict[str, Any] = {"event": "evaluation", "step": scheduler.step}
+        record: ValueDict = {"event": "evaluation", "step": scheduler.step}
         record |= {"epoch": scheduler.epoch, "timestamp": time.time()}
         for each in metrics:
             record[each.name] = each.value
@@ -268,7 +267,7 @@ class RunLog:
                 record[f"{each.name}_stderr"] = each.stderr
         self._append(self.validation, record)
 
-    def log_event(self, event: str, step: int, record: Mapping[str, Any]) -> None:
+    def log_event(self, event: str, step: int, record: Values) -> None:
         """Write a line of ``training.jsonl`` that is not a step."""
         begin = {"event": event, "step": step, "timestamp": time.time()}
         self._append(self.training, {**begin, **record})
@@ -288,9 +287,7 @@ class RunLog:
         }
         self._append(self.training, record)
 
-    def _append(
-        self, jsonl: JsonlLog | None, record: dict[str, Any], *, soon: bool = False
-    ) -> None:
+    def _append(self, jsonl: JsonlLog | None, record: ValueDict, *, soon: bool = False) -> None:
         """Write a line, unless another run took over the directory.
 
         The control vector of the next step carries that to all ranks, which then raise :class:`LeaseLost` together.

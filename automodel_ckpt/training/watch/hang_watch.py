@@ -16,16 +16,16 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.files.layout import HANGS
-from automodel_ckpt.checkpoint.memory.hang_reports import ARRIVAL_SECONDS
+from automodel_ckpt.checkpoint.memory.requests import ARRIVAL_SECONDS
 from automodel_ckpt.checkpoint.run.notes import DATA, STEPS
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.logs.timeline import Timeline
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.ranks import hang_action, hangs
 from automodel_ckpt.parallel.ranks.agree import gather_or_raise
-from automodel_ckpt.parallel.ranks.hangs import RankState
-from automodel_ckpt.parallel.ranks.process_stacks import (
+from automodel_ckpt.parallel.ranks.hangs import (
     ProcessAddress,
+    RankState,
     StackDump,
     report_on,
 )

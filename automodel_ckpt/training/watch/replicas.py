@@ -20,11 +20,11 @@ from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import AutomodelError, RecipeError
-from automodel_ckpt.parallel.gradient_norm import complete_gradient
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.models.inspect.interface import in_all_layers, listed
+from automodel_ckpt.parallel.gradients import complete_gradient, local_shard
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.precision import compute_dtype
 from automodel_ckpt.parallel.ranks import agree
-from automodel_ckpt.training.watch.batch_errors import in_all_layers, listed
 
 KEY = "checkpoint.verify_replicas"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -223,9 +223,7 @@ def _summary(parameter: nn.Parameter) -> Tensor:
     projections on random vectors, sums need no memory.
     """
     gradient = parameter.grad
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    if local is None:
-        local = torch.zeros(0, device=parameter.device)
+    local = torch.zeros(0, device=parameter.device) if gradient is None else local_shard(gradient)
     flat = local.detach().reshape(-1)
     num_even = flat.numel() // _NUM_SUMS * _NUM_SUMS
     sums = flat[:num_even].view(-1, _NUM_SUMS).sum(dim=0, dtype=torch.float32).double()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -24,16 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from automodel_ckpt.base.device_copies import Mark
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.run.notes import ARRIVAL, DATA, FORWARD, STEPS, STRAGGLER
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.logs.timeline import Timeline
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 
 log = logging.getLogger("automodel_ckpt")
 
 _NUM_FIGURES = 4
 
-Rows = Mapping[str, Any]
+Rows = Values
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class StragglerWatch:
         layout: RankLayout,
         timeline: Timeline,
         hosts: Sequence[str],
-        log_record: Callable[[str, int, Mapping[str, Any]], None],
+        log_record: Callable[[str, int, Values], None],
     ) -> None:
         """*hosts* are the names of the nodes of all ranks. *log_record* writes an event of ``training.jsonl``."""
         self._settings = settings

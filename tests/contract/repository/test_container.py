@@ -1,7 +1,5 @@
 """The image has what an installation needs, and checkpoints that would go with a container are warned of."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -1,7 +1,5 @@
 """No process of a run imports or runs what lies in the current directory, next to a recipe that names no code."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
@@ -120,7 +118,7 @@ def test_one_module_starts_python() -> None:
             starts[path.relative_to(PACKAGE).as_posix()] = found
     assert starts == {
         "base/python_child.py": {"subprocess.Popen"},
-        "cli/common/terminal.py": {"os.execve"},  # the same command again, in another mode
+        "base/terminal.py": {"os.execve"},  # the same command again, in another mode
         "checkpoint/jobs/rank_manifest.py": {"subprocess.run"},  # git
         "cli/commands/env.py": {"subprocess.run"},  # git, nvidia-smi
     }

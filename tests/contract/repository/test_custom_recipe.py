@@ -1,7 +1,5 @@
 """The recipe in a user's own file: examples/custom_recipe, and the guide that explains it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

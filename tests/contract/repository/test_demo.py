@@ -1,8 +1,6 @@
 """`make demo` and `make demo-vlm` do what they say: the scripts check their own claims, and end with an error when one
 does not hold."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

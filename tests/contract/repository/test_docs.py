@@ -6,8 +6,6 @@ only shown. A comment ``uses: my-llama train.jsonl examples hub`` asks for a sma
 examples, a server with the Hub's HTTP API. A small model with the name of one on the Hub is preferred to it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

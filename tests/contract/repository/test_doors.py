@@ -1,7 +1,5 @@
 """Tests with the marker ``doors`` import nothing internal, and they are a fifth of all lines of tests."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every recipe that comes with the package does what it says; those of the Hub on small models of the same family."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Patches of other libraries: each is still needed. If one of these tests fails after an upgrade, remove the patch."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from typing import Any

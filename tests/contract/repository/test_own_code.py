@@ -1,7 +1,5 @@
 """Exceptions of the user's code are reported with their location and message. Ours stay internal errors."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

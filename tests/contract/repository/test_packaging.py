@@ -1,7 +1,5 @@
 """The package as its users get it: editable from a clone, or as the wheel built from the source distribution."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -242,6 +240,7 @@ def offline_environment(directory: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.further
 @pytest.mark.timeout(300)
 def test_a_stranger_chats_with_a_lora_after_the_five_commands_of_the_readme(
     built: Built, tmp_path: Path

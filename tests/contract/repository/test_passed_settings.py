@@ -1,7 +1,5 @@
 """Settings that a run passes to torch.compile, or to the process that uploads its checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt import load_recipe
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import Sizes
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, Sizes
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.model.deferred_model import DeferredModel, shard
 from tests.support.runs.recipes import SMALLEST

@@ -1,7 +1,5 @@
 """What the README shows is true: its recipe trains, its commands run, its links lead somewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The repository holds sources, not what the program writes when it runs."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

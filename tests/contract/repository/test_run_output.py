@@ -1,7 +1,5 @@
 """What a run prints: few lines in a pipe, and on a terminal the progress of the upload that it waits for."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

@@ -6,8 +6,6 @@ many ranks and on the other number. Otherwise each combination of a language mod
 on each number of ranks, is looked at on one of the two, and one of them resumed.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The versions that the project declares are those that it installs and tests."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

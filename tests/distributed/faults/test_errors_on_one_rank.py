@@ -1,7 +1,5 @@
 """An error on one of two ranks, before a collective that the other one is in: both raise it, and none waits."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,17 +20,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, loader
 from automodel_ckpt.checkpoint.export import copy_engine
-from automodel_ckpt.checkpoint.saving import publisher
+from automodel_ckpt.checkpoint.saving import exports
 from automodel_ckpt.checkpoint.saving.background import Background
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.monitoring import LoggingConfig
-from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
+from automodel_ckpt.config.keys.ranks_and_steps import StepSchedulerConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError
 from automodel_ckpt.logs.timeline import Timeline
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import Sizes
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, Sizes
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.rules import Spike
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
@@ -131,7 +128,7 @@ def a_failed_asynchronous_save_that_cannot_be_stopped(case: Case) -> None:
     saver = case.checkpointer(is_async=True)
     saver.save(STATE, step=1, epoch=0)
     saver.wait_for_save()
-    case.fails_on(0, publisher, "run_all", disk_full())
+    case.fails_on(0, exports, "run_all", disk_full())
     case.fails_on(0, Background, "start", disk_full())
     case.fails_on(1, Background, "abandon", OSError(11, "cannot start a process"))
     saver.save(STATE, step=2, epoch=0)

@@ -1,7 +1,5 @@
 """Real trainings with a rank that sleeps in a step, and later is suspended: it is named, and all nodes restart."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

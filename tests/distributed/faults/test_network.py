@@ -1,7 +1,5 @@
 """Machines whose own name leads nowhere useful: network namespaces, where 127.0.0.1 is not that of another."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A device that runs out of memory: what is reported, when, and with which exit code on several ranks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

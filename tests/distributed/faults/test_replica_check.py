@@ -1,7 +1,5 @@
 """Replicas of a model are compared bit by bit, and the ranks that differ are named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

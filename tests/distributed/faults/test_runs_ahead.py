@@ -1,7 +1,5 @@
 """The steps of a device that computes while the host continues, forced on a CPU: same results, no synchronization."""
 
-from __future__ import annotations
-
 import json
 import math
 import traceback

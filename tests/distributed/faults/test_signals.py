@@ -1,7 +1,5 @@
 """Signals to a real training on two ranks: a sample of the campaign `signals`, and ranks that are lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -83,7 +81,6 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_no
     assert killed.differences(expected) == []
 
 
-@pytest.mark.further
 def test_a_killed_rank_continues_from_memory_and_a_failed_run_from_its_copy_on_disk(
     tmp_path: Path, commands: CommandServer
 ) -> None:

@@ -1,7 +1,5 @@
 """A run goes back when its loss spikes, leaves out the batch, and does the same after a kill."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

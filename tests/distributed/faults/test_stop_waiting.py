@@ -1,7 +1,5 @@
 """A stop is obeyed while ranks wait for data: on one rank or all, here or in a worker process, in training or not."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

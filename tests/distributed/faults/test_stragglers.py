@@ -1,7 +1,5 @@
 """Real trainings of two ranks, one of which is slow, in a layer or before its steps; and of two equal ranks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recipe for models of audio from end to end: families and strategies on ranks, and the losses of transformers."""
 
-from __future__ import annotations
-
 import json
 import os
 from functools import partial

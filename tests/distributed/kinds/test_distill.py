@@ -1,7 +1,5 @@
 """Knowledge distillation: losses equal to the published formulas, on several ranks, with caches, and after a kill."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """DPO and ORPO: losses as TRL's, also after a kill; the reference is always the start."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """A run that ends early because a metric does not improve, or because its steps are not finite."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import partial

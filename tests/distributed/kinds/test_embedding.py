@@ -1,7 +1,5 @@
 """The recipe ``embedding``: files of encoders with names of older versions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from safetensors.torch import save_file

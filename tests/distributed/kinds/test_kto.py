@@ -1,7 +1,5 @@
 """The recipe ``kto``: the steps of TRL, measures without samples, and another reference."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A recipe with a mixture: killed and resumed, and on two ranks."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

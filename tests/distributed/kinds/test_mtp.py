@@ -1,7 +1,5 @@
 """Multi-token prediction: losses and gradients of plain PyTorch, and files under their usual names."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recipe pretrain: killed and resumed exactly, on two ranks, with streams, token files, z-loss and widths."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recipe ``reward_model``: the steps of TRL, and exports."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The recipe sequence_classification: losses as transformers' Trainer, and its exports."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

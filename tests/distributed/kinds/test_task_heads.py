@@ -1,7 +1,5 @@
 """Models with a classification head: new where the files have none, the same for any ranks, trained also with LoRA."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

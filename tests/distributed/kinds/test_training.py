@@ -1,7 +1,5 @@
 """The recipe from end to end on real ranks: what it logs, validates, saves, refuses, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Several named validation sets: their losses in logs, checkpoints and charts, and the best checkpoint by one."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The recipe for vision-language models from end to end: families, formats and strategies, on real ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

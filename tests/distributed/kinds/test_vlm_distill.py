@@ -1,7 +1,5 @@
 """Distillation of vision-language models: losses of plain PyTorch, several ranks, and packs."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

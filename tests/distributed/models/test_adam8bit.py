@@ -1,7 +1,5 @@
 """8-bit moments of sharded parameters: the same update on any number of ranks, saved and resumed exactly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

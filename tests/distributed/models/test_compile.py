@@ -1,7 +1,5 @@
 """Compiled layers: the same training, the same names, checkpoints that go on with and without."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

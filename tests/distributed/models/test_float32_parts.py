@@ -1,7 +1,5 @@
 """Parts that a model keeps in float32: gathered and reduced in float32 beside others in bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +18,11 @@ from transformers import (
 )
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
 from automodel_ckpt.models.layers.adapter import add_adapters, copy_saved_modules, widen_trained
 from automodel_ckpt.models.layers.lora import Lora
+from automodel_ckpt.models.meta_init import constants_in, float32_names
+from automodel_ckpt.parallel.fsdp_groups import check_gathered_types
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
-from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
 from tests.support import ranks
 from tests.support.models.sizes import model_sizes
 from tests.support.runs import parallel

@@ -1,7 +1,5 @@
 """Runs and exports of a mixture in bfloat16 with routers that stay in float32."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training in FP8 through torchao, emulated on a CPU: checkpoints as without it, exact resumes, adapters."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loss head under each strategy, beside full logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The type that a run computes in is the same under each strategy; what is kept and saved is not touched by it."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

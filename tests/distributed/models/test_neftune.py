@@ -1,7 +1,5 @@
 """Noise on embeddings: its size for each sample, the loss of plain PyTorch with the same noise."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

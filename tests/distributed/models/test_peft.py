@@ -1,7 +1,5 @@
 """Adapters on a frozen base: what a checkpoint holds of them, that a run resumes exactly, and on which base."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Traces of training steps: what they contain, that they change no result, and what an interrupted run leaves."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

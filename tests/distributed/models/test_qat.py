@@ -1,7 +1,5 @@
 """Quantization-aware training: runs, and the outputs of the export."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

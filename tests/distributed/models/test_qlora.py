@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.support.servers.command_server import CommandServer
 
@@ -44,6 +47,7 @@ RECIPE = {
         "ckpt_every_steps": 2,
     },
 }
+FP4 = "--peft.quantize_base=fp4"
 HYBRID = "--distributed.dp_replicate_size=2"
 STOPPED = "--step_scheduler.max_steps=2"
 
@@ -89,8 +93,11 @@ def test_losses_on_several_ranks_are_those_of_one(runs: Runs) -> None:
     expected = runs.losses("one")
     for name in ("two", "four", "replicas"):
         assert runs.losses(name) == pytest.approx(expected, rel=1e-6, abs=0)
-    runs.train("plain", 1, "--peft.quantize_base=null")
-    assert runs.losses("plain") == pytest.approx(expected, rel=0.05)
+    logs = [runs.train("plain", 1, "--peft.quantize_base=null"), runs.train("fp4", 1, FP4)]
+    counts = [re.findall(r"with ([\d,]+) parameters", log) for log in logs]
+    assert counts[0] == counts[1] != []
+    for name in ("plain", "fp4"):
+        assert runs.losses(name) == pytest.approx(expected, rel=0.05)
     assert runs.losses("plain") != pytest.approx(expected, rel=1e-6, abs=0)
 
 
@@ -117,6 +124,40 @@ def test_the_merged_export_is_what_peft_merges(runs: Runs, commands: CommandServ
     assert merged.keys() == expected.keys()
     for name, value in merged.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.further
+@pytest.mark.timeout(900)
+def test_a_rank_needs_its_share_one_layer_and_200_mb(tmp_path: Path) -> None:
+    """The base has 134 million values in 8 layers: 268 MB in 16 bits."""
+    peaks = []
+    for name, width, num_layers in (("small", 64, 1), ("large", 1024, 8)):
+        config = LlamaConfig(
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=num_layers,
+            num_attention_heads=4,
+            vocab_size=96,
+        )
+        LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / name)
+        recipe = RECIPE | {
+            "model": {"from_pretrained": str(tmp_path / name), "dtype": "bfloat16"},
+            "tokenizer": None,
+            "peft": {"r": 4, "quantize_base": "nf4"},
+            "step_scheduler": {"global_batch_size": 2, "local_batch_size": 1, "max_steps": 1},
+            "checkpoint": {"checkpoint_dir": str(tmp_path / f"run_{name}")},
+        }
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        # glibc keeps freed blocks of megabytes between smaller ones, unless it maps each of them.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+        command = str(Path(sys.executable).with_name("ckpt-train"))
+        words = (command, "recipe.yaml", "--nproc-per-node=2", "--distributed.strategy=fsdp2")
+        subprocess.run(words, check=True, cwd=tmp_path, env=environment)
+        lines = (tmp_path / f"run_{name}/training.jsonl").read_text().splitlines()
+        peaks.append(max(json.loads(line).get("mem", 0) for line in lines))
+    in_16_bits = 2 * 8 * (4 * 1024**2 + 3 * 4 * 1024**2)
+    share, layer = in_16_bits * (0.516 / 2) / 2, in_16_bits / 8
+    assert peaks[1] - peaks[0] < share + layer + 200e6
 
 
 def test_what_a_base_in_4_bits_does_not_support_is_an_error(

@@ -1,7 +1,5 @@
 """Bases in FP8 and MXFP4: each rank dequantizes its shards while it reads them, as transformers does for the whole."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batch normalization: ranks have the statistics of rank 0 after each step, and frozen layers keep theirs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several models in one recipe: each is built by its own call, and only the trained one changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from automodel_ckpt.errors import RecipeError

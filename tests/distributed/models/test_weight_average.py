@@ -1,7 +1,5 @@
 """The section ``ema``: plain PyTorch's average on any ranks, which is saved, resumed and exported exactly."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """With gradient accumulation, fsdp2 reduces gradients after each micro-batch, or once per step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that were started with different recipes or data are refused before training."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Layers that only some ranks call in a step: an error with fsdp2, and the result of one process with ddp."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows cut along the sequence train as whole ones do, wherever samples begin and however heads are shared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

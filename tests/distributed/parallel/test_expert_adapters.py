@@ -1,7 +1,5 @@
 """Adapters on fused experts (peft.target_parameters): training, resuming, loading with peft, merging."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

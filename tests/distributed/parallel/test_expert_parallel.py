@@ -1,7 +1,5 @@
 """Expert parallelism: the losses, gradients and checkpoints are those of one rank, whatever the ranks store."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts, one tensor in memory with transformers 5: in checkpoints each is a tensor, as in the files of the base."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

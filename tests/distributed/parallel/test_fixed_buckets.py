@@ -1,7 +1,5 @@
 """Replicas on three real ranks, which sum gradients in buckets: in the same order after a resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.distributed.kinds.test_training import run_each

@@ -1,7 +1,5 @@
 """Models that no rank ever holds whole: the same values on any layout, as transformers reads them, within bounds."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Each kind of training on each layout of ranks that its guide names, and after a kill; other layouts are errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

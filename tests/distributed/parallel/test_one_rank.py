@@ -1,7 +1,5 @@
 """FSDP2 on one rank casts parameters and gradients with one copy each: the same values, and less memory traffic."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from automodel_ckpt.parallel.ranks import one_rank
+from automodel_ckpt.parallel import fsdp_groups
 from tests.support import ranks
 
 
@@ -62,7 +60,7 @@ def gradients_of(
         fully_shard(layer, **options)
     sharded: Any = fully_shard(model, **options)
     if not with_copies:
-        one_rank.cast_without_copies(sharded)
+        fsdp_groups.cast_without_copies(sharded)
     prepare(sharded)
     if offload is None:
         sharded.to(device)
@@ -180,7 +178,7 @@ def test_gradients_are_not_in_memory_that_the_next_step_overwrites() -> None:
     def kept() -> bool:
         mesh = init_device_mesh("cpu", (1,))
         model: Any = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
-        one_rank.cast_without_copies(model)
+        fsdp_groups.cast_without_copies(model)
         # As the output of a CUDA graph: autograd does not see that its memory has another owner.
         memory = torch.empty(4, 4)
         model.unshard()

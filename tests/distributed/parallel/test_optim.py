@@ -1,7 +1,5 @@
 """Optimizers of sharded parameters: the default one, and several in one run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples that share rows, and packs, on real ranks: the losses of padded ones, on any number of ranks, and exact."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

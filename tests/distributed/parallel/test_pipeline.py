@@ -1,7 +1,5 @@
 """A run in pipeline stages: what it logs, how it goes on, on the same ranks and on others, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

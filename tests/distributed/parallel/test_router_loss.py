@@ -1,7 +1,5 @@
 """The router's load balancing loss: that of one pass of transformers over the global batch, however it is divided."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What fsdp2 gathers together and in which order, on two ranks, and what a failed forward pass leaves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

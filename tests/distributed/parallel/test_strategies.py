@@ -1,7 +1,5 @@
 """Each way of sharing a model out trains as one rank does; what a grid of ranks or a model cannot do is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameters that only some ranks use in a step: the gradients are those of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

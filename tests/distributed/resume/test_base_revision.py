@@ -1,7 +1,5 @@
 """Adapters of a base at a revision of the Hub: trained, imported and merged with that revision's weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

@@ -1,7 +1,5 @@
 """An adapter that transformers' Trainer and peft trained continues here with the same losses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

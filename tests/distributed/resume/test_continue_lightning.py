@@ -1,7 +1,5 @@
 """Runs that Lightning started continue here with the losses they would have had there."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

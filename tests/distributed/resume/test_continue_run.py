@@ -1,7 +1,5 @@
 """A run that another program started continues here with the losses that it would have had there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A new run from the weights of another: every form of them, other heads and vocabularies, and what is refused."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``ckpt-train`` with ``init_from`` starts from the weights that other programs saved, in each format."""
 
-from __future__ import annotations
-
 import shutil
 import tarfile
 from pathlib import Path

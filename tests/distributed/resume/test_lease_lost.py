@@ -1,7 +1,5 @@
 """A run that was suspended for so long that another one took over its directory: what it does when it goes on."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a save and a load take of the host's memory, measured on real ranks with a model of 100 MB."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ Three ranks on two nodes. Each node has its own directory at the same path
 (``tests/support/servers/node_memory.py``).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -139,9 +137,9 @@ def fail_before_the_first_node_publishes(base: Path) -> None:
 
 Case = Callable[[Path], None]
 CASES: Sequence[Case] = (
-    lose_nothing,
     lose_second_node,
     damage_a_file,
+    lose_nothing,
     fail_before_the_first_node_publishes,
 )
 
@@ -166,7 +164,7 @@ def restore(base: Path, kept: Path) -> None:
 @pytest.mark.parametrize(
     "cases",
     [CASES[:2], pytest.param(CASES[2:], marks=pytest.mark.further)],
-    ids=["lost", "damaged or unpublished"],
+    ids=["lost or damaged", "others"],
 )
 def test_with_a_replica_any_one_node_can_be_lost(tmp_path: Path, cases: Sequence[Case]) -> None:
     base, kept = tmp_path / "run", tmp_path / "kept"
@@ -182,6 +180,7 @@ def test_with_a_replica_any_one_node_can_be_lost(tmp_path: Path, cases: Sequence
         if lose_nothing in cases:
             origins = of_cases["lose_nothing"]["origins"]
             assert origins == ": each rank's state from its own node" or rank
+        else:
             assert "from the memory of other nodes" in of_cases["lose_second_node"]["origins"]
     assert left(base) == []
     restore(base, kept)

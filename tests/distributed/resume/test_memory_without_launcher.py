@@ -1,7 +1,5 @@
 """Checkpoints in memory after a failure of a run that this package's launcher did not start: torchrun, the library."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

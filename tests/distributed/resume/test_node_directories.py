@@ -3,8 +3,6 @@
 Four ranks on two nodes. Each node has its own directory at the same path (``tests/support/servers/node_memory.py``).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

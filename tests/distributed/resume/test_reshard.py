@@ -1,7 +1,5 @@
 """What any layout of ranks saves, any other loads, bit for bit: model and optimizer, in each format."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

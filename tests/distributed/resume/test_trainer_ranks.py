@@ -3,8 +3,6 @@
 It was killed with SIGKILL during a save.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An interrupted and resumed run equals an uninterrupted one, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

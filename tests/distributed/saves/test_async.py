@@ -1,7 +1,5 @@
 """Asynchronous saves over several ranks: exactness, what one rank's failure does to all, and how runs end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Saving and loading on real ranks."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Iterator

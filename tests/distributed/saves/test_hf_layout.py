@@ -1,7 +1,5 @@
 """model_layout hf: all ranks write the Hugging Face files together, and any layout of ranks loads them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

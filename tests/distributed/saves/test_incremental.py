@@ -1,7 +1,5 @@
 """Incremental saves by two ranks: shared files, also where only one rank's part of a frozen tensor has changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Exports of a run: byte for byte what consolidate.sh makes of the same checkpoint."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

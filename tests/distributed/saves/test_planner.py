@@ -1,8 +1,6 @@
 """Thousands of random layouts through the planner and back, without processes: torch's fake process group lets one
 process be each rank of a grid in turn."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Loading from an object store on real ranks whose disk lacks the space for the checkpoint."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import defaultdict

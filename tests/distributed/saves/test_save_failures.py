@@ -1,7 +1,5 @@
 """What a run does when a save fails: through the command, on a file system that is really full."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``ckpt save`` and SIGUSR2: a running job saves at its next step and goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """on_incompatible: another model's checkpoints stay, and the run goes on beside them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

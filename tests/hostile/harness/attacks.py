@@ -1,7 +1,5 @@
 """The attacks: each changes one copy of a checkpoint. A *class* is one idea, met by several readers."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Attacks on a directory of PyTorch DCP without a manifest: its ``.metadata`` is a pickle, and must be read."""
 
-from __future__ import annotations
-
 import functools
 import os
 import pickle

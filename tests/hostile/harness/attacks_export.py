@@ -1,7 +1,5 @@
 """Attacks on what an export reads: side files, shards without a manifest, and an earlier export's own manifest."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

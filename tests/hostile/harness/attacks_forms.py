@@ -1,7 +1,5 @@
 """Attacks on what only other forms of a checkpoint have: adapters and their base, Hugging Face files in its place."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

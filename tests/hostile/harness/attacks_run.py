@@ -1,7 +1,5 @@
 """Attacks on the run directory: pointers, lock, leftovers; and on the recipe that a checkpoint keeps."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

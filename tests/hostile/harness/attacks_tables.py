@@ -1,7 +1,5 @@
 """Attacks on the tables of large checkpoints, and on the formulas that their manifests have instead of slices."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

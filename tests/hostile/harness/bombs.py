@@ -1,7 +1,5 @@
 """Archives that are small on disk and large in memory, and pickles that run code."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os

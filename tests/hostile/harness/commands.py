@@ -1,7 +1,5 @@
 """Runs ``ckpt`` on files that an attacker wrote, and checks that it does no harm."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

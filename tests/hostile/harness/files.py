@@ -1,7 +1,5 @@
 """Every kind of file that a run directory holds, and a class of the matrix that attacks it."""
 
-from __future__ import annotations
-
 import os
 import re
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Callables of the libraries as ``_target_`` of a recipe: their names, harmful arguments, and calling them."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Everything that reads a checkpoint, each as a function from a run directory to an exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import runpy
@@ -12,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.base.terminal import print_error
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.memory.nodes import open_memory
@@ -20,14 +19,12 @@ from automodel_ckpt.checkpoint.parts.commit import point
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.remote import background
 from automodel_ckpt.checkpoint.remote.child_process import Status, only_one
-from automodel_ckpt.checkpoint.run import lock_file
+from automodel_ckpt.checkpoint.run import lock_file, notes
 from automodel_ckpt.checkpoint.run.generation import RunGeneration
 from automodel_ckpt.checkpoint.run.links import pending
 from automodel_ckpt.checkpoint.run.notes import read_note
-from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.transfer import UploadMemory
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.cli.common.terminal import print_error
 from automodel_ckpt.errors import describe
 from automodel_ckpt.hub import background as hub
 from automodel_ckpt.logs.follow import Follower, upload_lock
@@ -120,14 +117,14 @@ def _uploads(run: Path) -> int:
     )
     Status.read(run, background.STATUS)
     Status.read(run, background.PART_STATUS)
-    gone_back.GoneBack.read(run)
+    notes.GoneBack.read(run)
     try:
         pending(run, background.LINK)
         with only_one(run, background.LOCK, "token"):
             memory.note_done("model/file")
         memory.forget()
-        gone_back.note(run, 20, "token")
-        gone_back.forget(run)
+        notes.note_gone_back(run, 20, "token")
+        notes.forget_gone_back(run)
         return 0
     except OSError as error:
         print_error(str(error))

@@ -1,7 +1,5 @@
 """Runs a reader in a forked child under watch: what it opens, starts and takes shows in its :class:`Outcome`."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The checkpoint that attacks change: every kind of file that a checkpoint can hold, a few bytes of each."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

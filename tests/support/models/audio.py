@@ -1,7 +1,5 @@
 """Tiny models of audio and text with their processors, and conversations with audio to train on."""
 
-from __future__ import annotations
-
 import json
 import wave
 from collections.abc import Callable

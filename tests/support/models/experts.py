@@ -1,7 +1,5 @@
 """The settings of tiny mixtures of experts, for configurations of transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.models.sizes import model_sizes

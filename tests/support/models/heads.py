@@ -1,7 +1,5 @@
 """A recipe that trains a model with a classification head, on texts of the Python documentation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -9,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
-from automodel_ckpt.models.inspect.forward import logits_of
+from automodel_ckpt.models.inspect.interface import logits_of
 from automodel_ckpt.models.task_head import SEQUENCE_CLASSIFICATION, set_labels, set_padding
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.parts.objective import Objective

@@ -3,8 +3,6 @@
 The initializer range is 0.3: at transformers' 0.02 greedy output is one token again and again, and proves nothing.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

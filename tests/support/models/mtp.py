@@ -1,7 +1,5 @@
 """Tiny models with layers for multi-token prediction, and their loss in plain PyTorch, written independently."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A model directory with Python files of a type that transformers does not include."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

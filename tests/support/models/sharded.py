@@ -1,7 +1,5 @@
 """A small model that FSDP2 shards over all ranks, and its training."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

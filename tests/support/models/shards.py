@@ -1,7 +1,5 @@
 """Hand-made checkpoints: shards of given tensors, cut as a test wants them, with or without a manifest."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """The sizes of a small model under the names of transformers."""
 
-from __future__ import annotations
-
 _NAMES = {
     "hidden": "hidden_size",
     "inner": "intermediate_size",

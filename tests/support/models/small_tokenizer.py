@@ -1,7 +1,5 @@
 """A small tokenizer, trained on the documentation that comes with Python."""
 
-from __future__ import annotations
-
 from functools import cache
 from pydoc_data.topics import topics
 from typing import Any

@@ -4,8 +4,6 @@ Both libraries prefer a directory of that name to the Hub. So an example runs as
 holds these: models of the same class with fresh weights, chat templates and columns that are built alike.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

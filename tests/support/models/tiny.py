@@ -1,7 +1,5 @@
 """Small state for checkpoint tests: a recipe-like object, ranks, and how to save and load it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The model that most tests train. Imports nothing, so that tools can use it before torch is imported."""
 
-from __future__ import annotations
-
 from tests.support.models.sizes import model_sizes
 
 

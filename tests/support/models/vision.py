@@ -1,7 +1,5 @@
 """Tiny vision-language models of several families with their processors, and conversations with images to train on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from importlib.util import find_spec

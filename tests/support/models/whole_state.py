@@ -1,7 +1,5 @@
 """The tensors of a model that ranks share, in full."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

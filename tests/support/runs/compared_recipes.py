@@ -1,7 +1,5 @@
 """A recipe of preferences that a test compares with another program's run."""
 
-from __future__ import annotations
-
 import torch
 
 from automodel_ckpt.recipes.dpo import DPOFinetune

@@ -1,7 +1,5 @@
 """Continue another program's run with an imported checkpoint, and return the losses."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m tests.support.runs.fake_train CASE [--nproc-per-node 2] [--max-restarts 1] ... [--notes DIRECTORY]
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os
@@ -18,7 +16,7 @@ from typing import Any
 
 from automodel_ckpt.cli.launch.launcher import launch
 from automodel_ckpt.cli.launch.process import exit_process
-from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
+from automodel_ckpt.config.keys.ranks_and_steps import StepSchedulerConfig
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import RecipeError, SaveFailed, Stopped
 from automodel_ckpt.parallel.ranks.stop import stop_request

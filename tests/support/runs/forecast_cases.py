@@ -3,8 +3,6 @@
 Every text is longer than the recipe reads of it, so that all rows are as long as a forecast assumes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """An uploading process that uploads nothing, and ends at once or never."""
 
-from __future__ import annotations
-
 import io
 import json
 from typing import Any

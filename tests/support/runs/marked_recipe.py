@@ -1,7 +1,5 @@
 """What the ranks of the `signals` campaign run: a tiny recipe that notes when it does what."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn

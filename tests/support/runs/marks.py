@@ -4,8 +4,6 @@ Each rank appends lines ``seconds name step`` (of the system's monotonic clock) 
 that CRASH_MARKS names. CRASH_HANG="place step rank" makes that rank hang there, once its training has come so far.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """Tiny runs of the recipes ``embedding`` and ``reranker`` on pairs of words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

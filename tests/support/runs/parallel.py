@@ -1,7 +1,5 @@
 """Tiny models on any layout of real ranks, and a few steps with them whose losses can be compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -18,9 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from automodel_ckpt.parallel.gradient_norm import clip_gradients
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import share_out
+from automodel_ckpt.parallel.gradients import clip_gradients
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, share_out
 from automodel_ckpt.parallel.parallelize import gradient_sync
 from tests.support.models.sizes import model_sizes
 

@@ -1,7 +1,5 @@
 """Training small models in float32 with plain torch: what the losses of recipes are compared with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Preference runs of a tiny policy on rows of words, which TRL trained too (tests/fixtures/preference)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Recipes with flags, as ``ckpt-train --print-config`` prints them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

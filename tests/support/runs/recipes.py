@@ -1,7 +1,5 @@
 """Text of recipes for tests that read recipes and train nothing."""
 
-from __future__ import annotations
-
 SMALLEST = """\
 model:
   from_pretrained: some/model

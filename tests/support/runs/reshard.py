@@ -1,7 +1,5 @@
 """A model with all that resharding gets wrong, on any layout; the value of each tensor follows from its name."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.models.meta_init import put
-from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
 from automodel_ckpt.training.model.pipeline import split_stages, train_stages
 from tests.support.runs.parallel import layout_here, model_of

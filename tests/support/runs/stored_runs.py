@@ -1,7 +1,5 @@
 """Small runs whose checkpoints tests upload to a store, and their names there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A tiny training run on real text, started, killed and started again; what it leaves behind, to be compared."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import io
@@ -43,7 +41,7 @@ for module in (
     "automodel_ckpt.config.automodel.translation",
     "automodel_ckpt.config.other_recipes",
     "automodel_ckpt.examples.data.python_docs",
-    "automodel_ckpt.models.layers.freezing",
+    "automodel_ckpt.models.model_checks",
     "automodel_ckpt.parallel.tensor_parallel",
     "automodel_ckpt.training.watch.hang_watch",
 ):

@@ -1,7 +1,5 @@
 """Plug-ins that the tests' recipes name (with ``--trust tests``), and recipes with additions."""
 
-from __future__ import annotations
-
 import math
 import os
 import random
@@ -19,10 +17,11 @@ from torch.utils.data import IterableDataset
 from transformers import LlamaConfig
 
 from automodel_ckpt.data.batches.loader import GlobalBatch
+from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.counters.step_scheduler import Due
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.parts.objective import Objective, Tensors
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.records import Control, LossSum, Number
 
 

@@ -3,8 +3,6 @@
 It forwards one request of HTTP/1.1 per connection, so that a fault of one request breaks no other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

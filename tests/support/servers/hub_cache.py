@@ -1,7 +1,5 @@
 """A repository of the Hugging Face Hub in a cache on disk, as downloads of its revisions leave it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

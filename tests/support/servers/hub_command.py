@@ -5,8 +5,6 @@
 The command server imported huggingface_hub before, with the environment of the tests.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 

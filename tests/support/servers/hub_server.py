@@ -5,8 +5,6 @@ uploaded by the LFS protocol (Git LFS batch API, with the Hub's multi-part exten
 ``HF_HUB_DISABLE_XET=1``. Faults are functions that see each request first.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -4,8 +4,6 @@ A fork copies the page table, and the end of the new process removes the copy: 4
 4 kB, 10 in pages of 2 MB. A test session forks some thousand times.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Nodes on one machine: network namespaces on one switch, where 127.0.0.1 of one is not that of another. Needs root."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

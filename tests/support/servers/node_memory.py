@@ -4,8 +4,6 @@ Needs root: a mount namespace. The directories stay when the ranks end, as a tmp
 the loss of a node.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

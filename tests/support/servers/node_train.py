@@ -4,8 +4,6 @@ The processes of other nodes are not visible in /proc. With the environment vari
 the directory ``PATH-NETWORK`` there, which no other node sees.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

@@ -1,7 +1,5 @@
 """An S3 server on this machine (moto), and faults between it and the client."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

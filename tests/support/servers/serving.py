@@ -1,7 +1,5 @@
 """Local HTTP servers that end immediately: by default, ``serve_forever`` polls for its end twice per second."""
 
-from __future__ import annotations
-
 from socketserver import BaseServer
 
 _POLL_SECONDS = 0.02

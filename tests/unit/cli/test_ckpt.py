@@ -1,7 +1,5 @@
 """``ckpt`` finds its argument, reports what is wrong with the rest, and starts immediately."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,13 +1,11 @@
 """Standard streams that the caller closed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
 PROBE = """
 import os, sys
-from automodel_ckpt.cli.common.terminal import occupy_standard_streams
+from automodel_ckpt.base.terminal import occupy_standard_streams
 occupy_standard_streams()
 file = os.open("/proc/self/status", os.O_RDONLY)
 print("lost")

@@ -1,7 +1,5 @@
 """`ckpt diff` shows what changed, and reads only what it has to."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

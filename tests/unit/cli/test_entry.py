@@ -1,7 +1,5 @@
 """A Ctrl-C while the installed commands start: it ends them quietly, whatever they are importing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

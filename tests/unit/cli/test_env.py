@@ -1,7 +1,5 @@
 """``ckpt env``: information for a bug report, also where torch is broken."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

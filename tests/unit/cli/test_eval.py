@@ -1,7 +1,5 @@
 """`ckpt eval` gives the accuracy of plain transformers on a local task. `make harness` installs the library."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

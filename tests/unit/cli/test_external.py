@@ -1,7 +1,5 @@
 """`ckpt ls` and `show` understand what other programs wrote, and mark it as unchecked."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`ckpt generate` and `ckpt chat` answer with the model of a checkpoint, an export or an adapter."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`ckpt import` makes complete checkpoints of what other programs saved, and says what it leaves out."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

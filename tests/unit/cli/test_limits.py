@@ -1,7 +1,5 @@
 """What the system does not allow is named by its limit, and not taken for a defect of the program."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

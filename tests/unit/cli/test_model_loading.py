@@ -1,7 +1,5 @@
 """How ``ckpt generate`` and ``ckpt chat`` load models of other kinds, and what a stopped answer leaves."""
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands of ``ckpt`` with URLs: what they print, and how much of a store they read."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

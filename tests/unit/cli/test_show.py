@@ -1,7 +1,5 @@
 """`ckpt show` tells what a checkpoint holds and, on request, what its tensors' values are like."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

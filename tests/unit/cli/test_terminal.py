@@ -1,7 +1,5 @@
 """Parts of ``ckpt``: which arguments are paths, and how text is put on a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -13,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from automodel_ckpt.base.terminal import colored
 from automodel_ckpt.cli.ckpt import main, parser
 from automodel_ckpt.cli.commands import verify as verify_module
 from automodel_ckpt.cli.common.arguments import PATHS
-from automodel_ckpt.cli.common.terminal import colored, printable, table
-from automodel_ckpt.errors import Problem
+from automodel_ckpt.cli.common.output import table
+from automodel_ckpt.errors import Problem, printable
 from tests.support.models.shards import checkpoint_in
 
 Capture = pytest.CaptureFixture[str]

@@ -1,7 +1,5 @@
 """``ckpt-train --write-launcher``: what the scripts and manifests contain of a recipe, and what the scripts do."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@
 The recipes are written here, in AutoModel's format.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The parameters of builders, read from their source, are those that the import shows."""
 
-from __future__ import annotations
-
 import importlib
 import typing
 

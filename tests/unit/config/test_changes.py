@@ -1,12 +1,10 @@
 """Which settings changed between two recipes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.config.help.changes import (
+from automodel_ckpt.config.changes import (
     changed_keys,
     check_overrides,
     ignored_by_resume,

@@ -1,7 +1,5 @@
 """Recipes that consist of several files, refer to their own keys, or use YAML's merge keys."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

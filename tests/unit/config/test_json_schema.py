@@ -1,7 +1,5 @@
 """The JSON schema for editors accepts the recipes that the program accepts, and finds ordinary mistakes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recipes from text to types: one rule for file and command line, all mistakes in one report, no values shown."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

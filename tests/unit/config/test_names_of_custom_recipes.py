@@ -1,7 +1,5 @@
 """The names that custom recipes import: they stay where they are, in whichever module they are defined."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

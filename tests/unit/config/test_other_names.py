@@ -1,7 +1,5 @@
 """Hints about keys and values: the names of other trainers, keys in the wrong section, and mistakes in YAML."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line of ckpt-train: every form of flag and override, in any order."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

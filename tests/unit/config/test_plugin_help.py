@@ -1,7 +1,5 @@
 """Help on one section, key or builder, read from the source without importing what it describes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

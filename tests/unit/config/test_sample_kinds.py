@@ -1,7 +1,5 @@
 """Data sets whose samples a recipe does not train on are reported before torch is imported."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

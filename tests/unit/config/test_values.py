@@ -1,14 +1,12 @@
 """Values of recipes where a run uses them: durations, paths, and references in later errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from automodel_ckpt import errors, load_recipe
 from automodel_ckpt.cli.launch.failures import failure_record
-from automodel_ckpt.config.keys.step_scheduler import parse_duration
+from automodel_ckpt.config.keys.ranks_and_steps import parse_duration
 from automodel_ckpt.config.tree.urls import with_local_directory
 from automodel_ckpt.errors import RecipeError
 from tests.support.runs.recipes import SMALLEST

@@ -1,7 +1,5 @@
 """What the tests of data share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Small hand-made data sets, whose samples carry their number and random numbers, and helpers for tests of data."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

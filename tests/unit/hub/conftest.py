@@ -1,7 +1,5 @@
 """Two short runs, and a local server of the Hub's HTTP API."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Why ``hf://`` is no store for checkpoints: what the file system of huggingface_hub does, and our error."""
 
-from __future__ import annotations
-
 import pytest
 
 from automodel_ckpt.checkpoint.store.store import Store

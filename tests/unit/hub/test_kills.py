@@ -3,8 +3,6 @@
 A sample of the requests; with the environment variable ``REMOTE_POINTS``, each of them.
 """
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """``ckpt push``, ``ckpt pull`` and ``ckpt card`` with a local server of the Hub's HTTP API: success, faults, resume."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Uploads to the Hub while a run trains: what is uploaded when, what follows a failure, and what the end reports."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """torchtitan resumes with our checkpoint manager. Where it is not installed, a stand-in has its interface."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

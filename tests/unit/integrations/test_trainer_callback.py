@@ -1,7 +1,5 @@
 """CheckpointCallback resumes a run of transformers' Trainer with the losses of an uninterrupted run."""
 
-from __future__ import annotations
-
 import shutil
 from collections import deque
 from collections.abc import Collection, Iterator

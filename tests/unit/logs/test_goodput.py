@@ -1,7 +1,5 @@
 """The time of a run by category: measured by ``Timeline``, read by ``ckpt goodput``; each second counts once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

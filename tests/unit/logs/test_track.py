@@ -1,7 +1,5 @@
 """``ckpt track``: what TensorBoard finds of a run that was sent afterwards, and mistakes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Compile the Triton kernels to machine code for sm_80 and sm_90, without a GPU. A script of the test."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,14 +1,17 @@
 """The grid of ranks, from numbers alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import Sizes, choose_strategy, require_replicas, share_out
+from automodel_ckpt.parallel.mesh_sizes import (
+    RankLayout,
+    Sizes,
+    choose_strategy,
+    require_replicas,
+    share_out,
+)
 
 
 def layout(rank: int, sizes: Sizes) -> RankLayout:

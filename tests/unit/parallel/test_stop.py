@@ -1,7 +1,5 @@
 """A signal asks for a stop; the next one does not ask."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

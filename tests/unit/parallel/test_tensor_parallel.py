@@ -1,7 +1,5 @@
 """Plans for tensor parallelism: what is made of a model's own or a hand-written one, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,8 +9,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.tensor_parallel import apply_plan
-from automodel_ckpt.parallel.tensor_plan import check_heads, check_plan_support, plan_for
+from automodel_ckpt.parallel.tensor_parallel import (
+    apply_plan,
+    check_heads,
+    check_plan_support,
+    plan_for,
+)
 from tests.support.models.sizes import model_sizes
 from tests.support.runs.parallel import config_of
 

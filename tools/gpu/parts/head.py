@@ -20,7 +20,7 @@ def _compare(name: str, device: str, sizes: tuple[int, int, int], trains: bool) 
     """All implementations, and as ``default`` the one that a recipe uses."""
     import torch
 
-    from automodel_ckpt.models.loss.loss_inputs import kernel_for
+    from automodel_ckpt.models.loss.head_gradients import kernel_for
     from tools.bench.loss_kernels import compare
 
     found = compare(device, *sizes, trains=trains, rounds=10 if device == "cuda" else 1)

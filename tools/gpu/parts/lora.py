@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tools.gpu import bare, ours
-from tools.gpu.machine import version_of
 from tools.gpu.session import PartRun
 from tools.gpu.shapes import LLAMA_8B, Work, flops_per_token, work_of
 
@@ -41,5 +40,3 @@ def run(part: PartRun) -> None:
     case("packed", {"packed_sequence": {"size": work.length}})
     for name, changes in VARIANTS.items():
         case(name, changes)
-    if session.device == "cuda" and version_of("bitsandbytes"):
-        case("base in nf4", {"peft": {"quantize_base": "nf4"}})

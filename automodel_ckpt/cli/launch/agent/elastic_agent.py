@@ -7,14 +7,14 @@ Ranks of this package only note SIGTERM, and save. This agent kills them: saves 
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts
 from automodel_ckpt.cli.launch.failures import (
     FINAL_CODES,
     SECOND_SIGNAL_CODE,
@@ -45,7 +46,7 @@ from automodel_ckpt.cli.launch.failures import (
     root_cause,
 )
 from automodel_ckpt.cli.launch.process import flush, print_message
-from automodel_ckpt.cli.launch.rendezvous_flags import C10D, LOCAL, Rendezvous
+from automodel_ckpt.cli.launch.ranks import C10D, LOCAL, Rendezvous
 from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
 from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED
 from automodel_ckpt.parallel.ranks.network import (
@@ -67,8 +68,8 @@ POLL_SECONDS = 0.05
 EXIT_BARRIER_SECONDS = 10.0
 WAIT_REPORT_SECONDS = 15.0
 """How long the launcher waits for other nodes before it reports that it waits."""
+# In the store of the agents: how many nodes are done, and which one failed and is not restarted.
 _DONE_KEY, _FAILED_KEY = "automodel_ckpt/done", "automodel_ckpt/failed"
-"""In the store of the agents: how many nodes are done, and which one failed and is not restarted."""
 
 
 class RankAgent(SimpleElasticAgent):
@@ -90,8 +91,8 @@ class RankAgent(SimpleElasticAgent):
         self._failure_dir = failure_dir
         self._signals = signals
         self._waits_for = waits_for
+        # By global rank.
         self._processes: dict[int, BaseProcess] = {}
-        """By global rank."""
         self._is_counted = False
 
     @property
@@ -136,29 +137,30 @@ class RankAgent(SimpleElasticAgent):
             for worker in worker_group.workers
         }
 
-    def _variables(self, group: Any, worker: Any) -> dict[str, str]:
+    def _variables(self, group: Any, worker: Any) -> TextDict:
         """Return the variables of a rank, as torchrun sets them."""
         spec = group.spec
-        return {
-            "RANK": str(worker.global_rank),
-            "WORLD_SIZE": str(worker.world_size),
-            "LOCAL_RANK": str(worker.local_rank),
-            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
-            "GROUP_RANK": str(group.group_rank),
-            "GROUP_WORLD_SIZE": str(group.group_world_size),
-            "ROLE_RANK": str(worker.role_rank),
-            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+        variables = {
+            "RANK": worker.global_rank,
+            "WORLD_SIZE": worker.world_size,
+            "LOCAL_RANK": worker.local_rank,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "GROUP_RANK": group.group_rank,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "ROLE_RANK": worker.role_rank,
+            "ROLE_WORLD_SIZE": worker.role_world_size,
             "ROLE_NAME": spec.role,
-            "MASTER_ADDR": str(group.master_addr),
-            "MASTER_PORT": str(group.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(spec.max_restarts - self._remaining_restarts),
-            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
             ),
         }
+        return {name: str(value) for name, value in variables.items()}
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         failed_node = self._failed_node(worker_group)
@@ -213,7 +215,7 @@ class RankAgent(SimpleElasticAgent):
 
     def _await_end(self, seconds: float) -> list[FailureRecord]:
         """Wait until the ranks of this node have ended, at most so long: some may hang. Return those that died."""
-        deaths: dict[int, FailureRecord] = {}
+        deaths = {}
         end = time.monotonic() + seconds
         while True:
             for rank, code in self._failed_ranks().items():
@@ -237,17 +239,14 @@ class RankAgent(SimpleElasticAgent):
         """Let the launchers of the other nodes know that this one ends, and with which code."""
         if worker_group.group_world_size == 1 or cause is None:
             return
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the base class of torch's store and network errors
-            text = f"{cause.code} {socket.gethostname()}"
-            worker_group.store.compare_set(_FAILED_KEY, "", text)
+        with suppress(RuntimeError):  # the base class of torch's store and network errors
+            worker_group.store.compare_set(_FAILED_KEY, "", f"{cause.code} {socket.gethostname()}")
 
     def _failed_node(self, worker_group: Any) -> FailureRecord | None:
         """Return the record of another node with ranks that have failed and are not restarted."""
         if worker_group.group_world_size == 1:
             return None
-        with contextlib.suppress(RuntimeError):
+        with suppress(RuntimeError):
             if worker_group.store.check([_FAILED_KEY]):
                 code, _, host = worker_group.store.get(_FAILED_KEY).decode().partition(" ")
                 return ended_run_record(int(code), host)
@@ -294,9 +293,7 @@ class RankAgent(SimpleElasticAgent):
             process.join()
 
 
-def _run(
-    variables: Mapping[str, str], entrypoint: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
+def _run(variables: Texts, entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """Run a rank in its process."""
     os.environ.update(variables)
     entrypoint(*arguments)
@@ -336,7 +333,7 @@ def rendezvous_handler(rendezvous: Rendezvous) -> RendezvousHandler:
     host, port = rendezvous.host, int(rendezvous.rdzv_endpoint.rpartition(":")[2])
     if rendezvous.rdzv_backend == LOCAL:
         return LocalRendezvous(host, port, 0, 1, rendezvous.run_id, JOIN_SECONDS)
-    configs: dict[str, Any] = {"rank": rendezvous.node_rank, "timeout": JOIN_SECONDS}
+    configs = {"rank": rendezvous.node_rank, "timeout": JOIN_SECONDS}
     if rendezvous.rdzv_backend == C10D:
         configs = {}
         is_own = is_own_address(host)

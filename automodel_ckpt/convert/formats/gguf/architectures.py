@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from automodel_ckpt.checkpoint.files.type_aliases import Texts
+from automodel_ckpt.checkpoint.files.type_aliases import Strings, Texts
 
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -49,7 +49,7 @@ _BIASES = {
 TOP: Texts = _TOP
 """Hugging Face's names of the tensors outside of layers, to GGUF's."""
 
-SHAPES: Mapping[str, tuple[str, ...]] = {
+SHAPES: Mapping[str, Strings] = {
     "token_embd.weight": ("vocabulary", "hidden"),
     "output.weight": ("vocabulary", "hidden"),
     "output_norm.weight": ("hidden",),

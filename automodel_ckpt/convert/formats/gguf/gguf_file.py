@@ -12,14 +12,12 @@ Quantized blocks are decoded with the ``gguf`` library, some rows at a time.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
 import math
-import os
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +25,14 @@ from typing import Any
 import numpy as np
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.safe_open import without_links
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, storage_dtype
 from automodel_ckpt.convert.decoded import decoded_directory
-from automodel_ckpt.convert.formats.format import Format, Inventory, TensorSummary
+from automodel_ckpt.convert.formats.files import library
+from automodel_ckpt.convert.formats.format import Details, Format, Inventory, TensorSummary
 from automodel_ckpt.convert.formats.gguf.header import (
     F32,
     GgufHeader,
@@ -48,7 +48,7 @@ from automodel_ckpt.convert.formats.gguf.model import (
 )
 from automodel_ckpt.convert.formats.gguf.positions import rotary_order
 from automodel_ckpt.convert.formats.gguf.values import NotConvertible
-from automodel_ckpt.errors import RecipeError, unusable
+from automodel_ckpt.errors import unusable
 
 _FACTORS = "rope_freqs.weight"
 # Head dimensions are at most some hundred.
@@ -136,16 +136,17 @@ class GgufFile(Format):
             stated_config=config,
         )
 
-    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+    def details(self, path: Path) -> Details:
         """Return the architecture, the tensor types and the tokenizer, for display."""
         _, header = _read(path)
         kinds = Counter(info.kind.name for info in header.tensors.values())
         types = ", ".join(f"{count} {name}" for name, count in sorted(kinds.items()))
-        lines = [f"version: {header.version}", f"tensor types: {types}"]
-        for key in _SHOWN:
-            if isinstance(header.values.get(key), str | int):
-                lines.append(f"{key}: {header.values[key]!s:.200}")
-        return {"GGUF": tuple(lines)}
+        shown = (
+            f"{key}: {header.values[key]!s:.200}"
+            for key in _SHOWN
+            if isinstance(header.values.get(key), str | int)
+        )
+        return {"GGUF": (f"version: {header.version}", f"tensor types: {types}", *shown)}
 
     def inventory(self, path: Path) -> Inventory:
         """Return names, dtypes and shapes by the header alone: nothing is decoded.
@@ -154,13 +155,12 @@ class GgufFile(Format):
         """
         file, header = _read(path)
         names = {name: name for name in header.tensors}
-        with contextlib.suppress(NotConvertible):
+        with suppress(NotConvertible):
             names |= {target.name: target.fqn for target in _model_of(file, header).tensors()}
         summaries = {}
         for name, info in header.tensors.items():
             if name != _FACTORS:
-                dtype = info.kind.dtype or F32.name
-                summaries[names[name]] = TensorSummary(dtype, info.shape, 1)
+                summaries[names[name]] = TensorSummary(info.kind.dtype or F32.name, info.shape, 1)
         return Inventory(summaries, num_values=len(header.values))
 
 
@@ -208,7 +208,7 @@ def _config(model: GgufModel, stored: list[_Stored], values: Values) -> ValueDic
 
 def _read(path: Path) -> tuple[Path, GgufHeader]:
     """Return the file *path* without links, and its header. Raises :class:`CheckpointUnusable`."""
-    real = Path(os.path.realpath(path))
+    real = without_links(path)
     header = read_gguf_header(real)
     # Source: llama.cpp, tools/gguf-split.
     count = header.values.get("split.count", 1)
@@ -228,35 +228,22 @@ def _read(path: Path) -> tuple[Path, GgufHeader]:
 def _decoded(path: Path, stored: list[_Stored], config: Values, head_dim: int) -> Path:
     """Return a directory with config.json, and the values of the tensors that have to be decoded."""
     decoded = [item for item in stored if item.is_decoded]
-    library = None
+    gguf = None
     if any(item.info.kind.is_quantized for item in decoded):
-        library = _required_library()
+        gguf = library("gguf", "decoding quantized tensors of GGUF", "a GGUF file", "gguf")
 
     def decode(target: Path) -> None:
         (target / _METADATA).mkdir()
         (target / _METADATA / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         with open(target / _VALUES, "wb") as file:
             for item in decoded:
-                for block in _blocks(library, path, item, head_dim):
+                for block in _blocks(gguf, path, item, head_dim):
                     file.write(block)
 
     return decoded_directory(path, _VARIANT, decode)
 
 
-def _required_library() -> Any:
-    """Return the module ``gguf``. Raises :class:`RecipeError` if it is not installed."""
-    try:
-        return importlib.import_module("gguf")
-    except ImportError as error:
-        raise RecipeError(
-            "decoding quantized tensors of GGUF needs the package gguf",
-            where="a GGUF file",
-            value=str(error),
-            hint="pip install 'automodel_ckpt[gguf]'",
-        ) from error
-
-
-def _blocks(library: Any, path: Path, item: _Stored, head_dim: int) -> Iterator[memoryview]:
+def _blocks(gguf: Any, path: Path, item: _Stored, head_dim: int) -> Iterator[memoryview]:
     """Yield the bytes of a tensor's values in row-major order, about ``_BLOCK_BYTES`` at a time.
 
     Quantized values are yielded in single precision.
@@ -271,7 +258,7 @@ def _blocks(library: Any, path: Path, item: _Stored, head_dim: int) -> Iterator[
     for first in range(0, rows.shape[0], num_rows):
         block = rows[order[first : first + num_rows]]
         if info.kind.is_quantized:
-            block = library.quants.dequantize(block, library.GGMLQuantizationType[info.kind.name])
+            block = gguf.quants.dequantize(block, gguf.GGMLQuantizationType[info.kind.name])
         if target.offset:
             block = block - np.float32(target.offset)
         yield np.ascontiguousarray(block).data
@@ -286,5 +273,4 @@ def _rows(path: Path, info: TensorInfo) -> Array:
     dtype = np.dtype(np.uint8)
     if info.kind.dtype is not None:
         dtype = storage_dtype(info.kind.dtype, DTYPE_BITS[info.kind.dtype])
-    shape = (num_rows, row_bytes // dtype.itemsize)
-    return np.memmap(path, dtype, "r", info.start, shape)
+    return np.memmap(path, dtype, "r", info.start, (num_rows, row_bytes // dtype.itemsize))

@@ -90,20 +90,11 @@ QUANTIZATION_VERSION = 2
 """The version of the block layouts, ``general.quantization_version`` (``GGML_QNT_VERSION`` of ggml)."""
 
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
+# The types of values in the metadata that have a fixed size, by number.
 _SCALARS: Mapping[int, struct.Struct] = {
-    0: struct.Struct("<B"),
-    1: struct.Struct("<b"),
-    2: struct.Struct("<H"),
-    3: struct.Struct("<h"),
-    4: struct.Struct("<I"),
-    5: struct.Struct("<i"),
-    6: struct.Struct("<f"),
-    7: struct.Struct("<?"),
-    10: struct.Struct("<Q"),
-    11: struct.Struct("<q"),
-    12: struct.Struct("<d"),
+    number: struct.Struct(f"<{code}")
+    for number, code in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
-"""The types of values in the metadata that have a fixed size, by number."""
 
 
 @dataclass(frozen=True)

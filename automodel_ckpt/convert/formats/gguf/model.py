@@ -105,19 +105,24 @@ class GgufModel:
         heads = {}
         if architecture.is_interleaved:
             heads = {"attn_q.weight": num_heads, "attn_k.weight": num_groups}
-        names = []
-        for fqn, kind in TOP.items():
-            if kind != _OUTPUT or not self.is_tied:
-                names.append((fqn, kind, kind))
-        for number in range(self.num_layers):
-            for fqn, kind in architecture.layer.items():
-                names.append((f"model.layers.{number}.{fqn}", f"blk.{number}.{kind}", kind))
-        found = []
-        for fqn, name, kind in names:
-            shape = tuple(sizes[word] for word in SHAPES[kind])
-            offset = architecture.norm_offset if kind.endswith("norm.weight") else 0
-            found.append(GgufTensor(fqn, name, shape, heads.get(kind), offset))
-        return found
+        names = [
+            (fqn, kind, kind) for fqn, kind in TOP.items() if kind != _OUTPUT or not self.is_tied
+        ]
+        names += [
+            (f"model.layers.{number}.{fqn}", f"blk.{number}.{kind}", kind)
+            for number in range(self.num_layers)
+            for fqn, kind in architecture.layer.items()
+        ]
+        return [
+            GgufTensor(
+                fqn,
+                name,
+                tuple(sizes[word] for word in SHAPES[kind]),
+                heads.get(kind),
+                architecture.norm_offset if kind.endswith("norm.weight") else 0,
+            )
+            for fqn, name, kind in names
+        ]
 
     def config(self) -> ValueDict:
         """Return config.json of the model, for transformers."""

@@ -9,12 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.checkpoint.files.type_aliases import Strings, ValueDict, Values
 from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible, positive_number
 
 _LENGTH = "original_max_position_embeddings"
 # The numbers that each kind of scaling of positions needs.
-_NUMBERS: Mapping[str, tuple[str, ...]] = {
+_NUMBERS: Mapping[str, Strings] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
@@ -76,11 +76,12 @@ def rotary_order(num_heads: int, head_dim: int) -> list[int]:
     """Return, for each row of llama.cpp's query or key projection, the number of the row in transformers'."""
     # A wrong order loads without an error in llama.cpp, and generates nonsense.
     half = head_dim // 2
-    rows = []
-    for first in range(0, num_heads * head_dim, head_dim):
-        for pair in range(half):
-            rows += [first + pair, first + half + pair]
-    return rows
+    return [
+        row
+        for first in range(0, num_heads * head_dim, head_dim)
+        for pair in range(first, first + half)
+        for row in (pair, pair + half)
+    ]
 
 
 def read_positions(config: Values, known: frozenset[str]) -> Positions:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from automodel_ckpt.checkpoint.files.type_aliases import Values
+from automodel_ckpt.checkpoint.files.type_aliases import Strings, Values
 
 # Parts that several expressions share.
 _ANY_CASE_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -50,7 +50,7 @@ class PreTokenizer:
     """
 
     name: str
-    steps: tuple[str, ...]
+    steps: Strings
     ignore_merges: bool = False
 
 

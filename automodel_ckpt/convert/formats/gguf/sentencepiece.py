@@ -12,10 +12,10 @@ Source: llama.cpp's ``llm_tokenizer_spm_session`` in ``src/llama-vocab.cpp``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.files.type_aliases import Values
+from automodel_ckpt.checkpoint.files.type_aliases import Counts, Strings, Values
 from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible
 
 # SentencePiece's character for a space.
@@ -33,7 +33,7 @@ def convert(
     merges: Sequence[str],
     tokens: list[str],
     types: list[int],
-) -> tuple[list[KeyValue], tuple[str, ...]]:
+) -> tuple[list[KeyValue], Strings]:
     """Return the keys of a tokenizer, and warnings. Its *model* has byte fallback in addition to its tokens.
 
     *normalizers* and *steps* are the steps of the normalizer and the pre_tokenizer. *merges* are pairs separated by a
@@ -75,9 +75,7 @@ def convert(
     return keys, warnings
 
 
-def _space_prefix(
-    normalizers: Sequence[Values], steps: Sequence[Values]
-) -> tuple[bool, tuple[str, ...]]:
+def _space_prefix(normalizers: Sequence[Values], steps: Sequence[Values]) -> tuple[bool, Strings]:
     """Return whether a space is put in front of the text, and warnings; validate that spaces become ``▁``."""
     kinds = [step.get("type") for step in normalizers]
     step_kinds = [step.get("type") for step in steps]
@@ -117,7 +115,7 @@ def _scores(merges: Sequence[str], tokens: Sequence[str], types: Sequence[int]) 
     return scores
 
 
-def _deviations(vocab: Mapping[str, int], merges: Sequence[str]) -> list[str]:
+def _deviations(vocab: Counts, merges: Sequence[str]) -> list[str]:
     """Return the tokens that scores could make of other pairs, or at another time, than the *merges*."""
     known: Counter[str] = Counter()
     found: dict[str, None] = {}

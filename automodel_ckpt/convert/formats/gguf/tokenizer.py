@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_ckpt.checkpoint.files.type_aliases import Values
+from automodel_ckpt.checkpoint.files.type_aliases import Counts, Strings, Values
 from automodel_ckpt.convert.formats.gguf import sentencepiece
 from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokenizer
 from automodel_ckpt.convert.formats.gguf.values import KeyValue, NotConvertible, reported
@@ -35,7 +35,7 @@ class GgufTokenizer:
     """The keys of a tokenizer, and in *warnings* where llama.cpp may split text in another way."""
 
     keys: list[KeyValue]
-    warnings: tuple[str, ...] = ()
+    warnings: Strings = ()
 
 
 def convert_tokenizer(
@@ -118,7 +118,7 @@ def _converted(
 
 
 def _end_of_turn(
-    ends: Iterable[Any], tokens: list[str], special: Mapping[str, int], template: Any
+    ends: Iterable[Any], tokens: list[str], special: Counts, template: Any
 ) -> int | None:
     """Return the token among *ends* that ends a turn: the one that the chat template has.
 
@@ -139,9 +139,9 @@ def _byte_level(
     model: Values,
     steps: list[Values],
     merges: list[str],
-) -> tuple[list[KeyValue], tuple[str, ...]]:
+) -> tuple[list[KeyValue], Strings]:
     """Return the keys of a byte-level BPE in addition to its tokens, and warnings."""
-    warnings: tuple[str, ...] = ()
+    warnings: Strings = ()
     kinds = [step.get("type") for step in _steps(tokenizer.get("normalizer"), "normalizers")]
     if kinds == ["NFC"]:
         decomposed = (
@@ -214,7 +214,7 @@ def _merges(model: Values) -> list[str]:
     return found
 
 
-def _special_ids(settings: Values, ids: Mapping[str, int]) -> dict[str, int]:
+def _special_ids(settings: Values, ids: Counts) -> dict[str, int]:
     """Return the ids of the tokens that tokenizer_config.json names, by GGUF's word for them."""
     found = {}
     for key, name in _SPECIAL_KEYS.items():
@@ -225,7 +225,7 @@ def _special_ids(settings: Values, ids: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _added(post: Any, ids: Mapping[str, int], special: Mapping[str, int]) -> tuple[bool, bool]:
+def _added(post: Any, ids: Counts, special: Counts) -> tuple[bool, bool]:
     """Return whether encoding puts the token for the beginning before the text, and that for the end after it.
 
     *post* is the post_processor of tokenizer.json. Raises :class:`NotConvertible` if it adds any other token.

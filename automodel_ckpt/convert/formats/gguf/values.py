@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +18,7 @@ def positive_integer(values: Values, key: str, default: float | None = None) -> 
 
     Raises :class:`NotConvertible`, which names the key.
     """
-    value = values.get(key)
-    value = default if value is None else value
-    # type(), because True is an int for isinstance().
-    if type(value) is not int or not 0 < value < 2**31:
-        raise NotConvertible("there is no usable value", f"{key}: {value!r:.100}")
-    return int(value)
+    return int(_positive(values, key, default, (int,), 2**31))
 
 
 def positive_number(values: Values, key: str, default: float | None = None) -> float:
@@ -31,13 +26,18 @@ def positive_number(values: Values, key: str, default: float | None = None) -> f
 
     Raises :class:`NotConvertible`, which names the key.
     """
+    return float(_positive(values, key, default, (int, float), 1e30))
+
+
+def _positive(
+    values: Values, key: str, default: float | None, types: Collection[type], limit: float
+) -> Any:
     stated = values.get(key)
     value: Any = default if stated is None else stated
     # Not isinstance: True is an int, too. The comparison is false for NaN.
-    is_number = type(value) in (int, float)
-    if not is_number or not 0 < value < 1e30:
+    if type(value) not in types or not 0 < value < limit:
         raise NotConvertible("there is no usable value", f"{key}: {value!r:.100}")
-    return float(value)
+    return value
 
 
 class NotConvertible(Exception):

@@ -6,7 +6,6 @@ and ``rank0.safetensors``). Both functions publish their result at the end: a fa
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.files import Log
-from automodel_ckpt.checkpoint.files.safe_open import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import parse_json, without_links
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.nemo.nemo import CONFIG
@@ -59,7 +58,7 @@ def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
     permissions that the umask gives. Raises :class:`CheckpointUnusable` for a damaged archive, for one with links or
     other members, and for one of another program; :class:`SaveFailed` if it cannot be written. Then nothing remains.
     """
-    real = Path(os.path.realpath(source))
+    real = without_links(source)
     if not real.is_file():
         raise unusable(
             "there is no archive to unpack",
@@ -67,7 +66,7 @@ def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
             "no such file",
             "name a .nemo or .qnemo file; `ckpt pack` packs a directory",
         )
-    target = Path(os.path.realpath(target))
+    target = without_links(target)
     check_directory_target(target)
     files = {}
     with published_directory(target, log) as staging:
@@ -88,7 +87,7 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
     files; :class:`RecipeError` for a *target* in the directory;
     :class:`SaveFailed` if the archive cannot be written.
     """
-    directory = Path(os.path.realpath(source))
+    directory = without_links(source)
     if not directory.is_dir():
         raise unusable(
             "there is no directory to pack",
@@ -96,13 +95,13 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
             "no such directory",
             "name a directory that `ckpt unpack` wrote; `ckpt unpack` unpacks an archive",
         )
-    target = Path(os.path.realpath(target))
+    target = without_links(target)
     if target.is_relative_to(directory):
         raise RecipeError(
             "the archive would be in the directory that it packs",
-            where=target,
-            value=target.name,
-            hint=f"name a file outside of {directory}",
+            target,
+            target.name,
+            f"name a file outside of {directory}",
         )
     check_file_target(target, overwrite=overwrite)
     packed = files_in_directory(directory)

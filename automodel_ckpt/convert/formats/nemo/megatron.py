@@ -146,8 +146,7 @@ class MegatronRanks(UnsupportedFormat):
     )
 
     def detect(self, path: Path) -> bool:
-        rank_names = filter(_RANK.fullmatch, names_in(path))
-        return any((path / name).is_dir() for name in rank_names)
+        return any((path / name).is_dir() for name in filter(_RANK.fullmatch, names_in(path)))
 
 
 class Nemo2(MegatronCore):

@@ -11,16 +11,16 @@ are decompressed once to a temporary file.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import faults_of, names_in, reports
-from automodel_ckpt.convert.formats.format import Format
+from automodel_ckpt.convert.formats.format import Details, Format
 from automodel_ckpt.convert.formats.nemo.megatron import MegatronCore
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
@@ -69,7 +69,7 @@ class NemoDirectory(Format):
     def parts(self, path: Path) -> frozenset[str]:
         return frozenset(name for name in names_in(path) if _is_weights(path, name))
 
-    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+    def details(self, path: Path) -> Details:
         """Return the config as written."""
         content = packed_files(path).read(CONFIG, MAX_CONFIG_BYTES).decode()
         return {CONFIG: tuple(content.splitlines())}
@@ -112,7 +112,7 @@ def _stated_config(config: Values) -> ValueDict:
     arguments: ValueDict = {key: _number(config.get(key)) for key in _NUMBERS}
     arguments["group_query_attention"] = arguments["num_query_groups"] is not None
     for argument, key in (("norm_epsilon", "layernorm_epsilon"), ("rotary_base", "rotary_base")):
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             arguments[argument] = float(str(config.get(key)))
     return config_of_arguments(arguments)
 

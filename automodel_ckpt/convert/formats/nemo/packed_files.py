@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.base.durable_io import walk
-from automodel_ckpt.checkpoint.files.safe_open import open_safely
+from automodel_ckpt.checkpoint.files.safe_open import open_safely, without_links
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.formats.files import (
@@ -71,7 +71,7 @@ def has_member(path: Path, name: str) -> bool:
     If the archive is compressed with gzip, everything before that member is decompressed.
     """
     try:
-        with TarReader(Path(os.path.realpath(path))) as reader:
+        with TarReader(without_links(path)) as reader:
             return any(member.name == name for member in reader)
     except CheckpointUnusable:
         return False
@@ -88,7 +88,7 @@ def files_in_archive(path: Path) -> PackedFiles:
     One that is compressed with gzip is decompressed to a temporary file (``decoded.py``), once for all processes that
     read it. Raises :class:`CheckpointUnusable` if it is damaged.
     """
-    real = Path(os.path.realpath(path))
+    real = without_links(path)
     if is_gzip(first_bytes(real, 2)):
         directory = decoded_directory(
             real, "gzip", lambda place: decompress(real, place / _DECOMPRESSED)

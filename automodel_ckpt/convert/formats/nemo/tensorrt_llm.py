@@ -9,7 +9,6 @@ weights of other architectures under their own names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.safe_open import parse_json
@@ -20,7 +19,7 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import faults_of, names_in, optional_json
-from automodel_ckpt.convert.formats.format import Format
+from automodel_ckpt.convert.formats.format import Details, Format
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
     has_member,
@@ -56,7 +55,7 @@ class TensorRtLlmDirectory(Format):
     def stored_tensors(self, path: Path) -> StoredTensors:
         return _stored(packed_files(path))
 
-    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+    def details(self, path: Path) -> Details:
         content = packed_files(path).read(CONFIG, _MAX_CONFIG_BYTES)
         return {CONFIG: tuple(content.decode(errors="replace").splitlines())}
 

@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.files import faults_of, names_in, tiled
 
 ARRAY = ".zarray"
+# The names of dtypes in ``.zarray``, and their safetensors codes.
 _DTYPES = {
     "<f8": "F64",
     "<f4": "F32",
@@ -34,7 +35,6 @@ _DTYPES = {
     "|u1": "U8",
     "|b1": "BOOL",
 }
-"""The names of dtypes in ``.zarray``, and their safetensors codes."""
 _MAX_ARRAY_BYTES = 1 << 20
 _HINT = "write it without compression, as Megatron-Core does, or as safetensors"
 _MAX_CHUNKS = 1 << 20

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.units import others_text
-from automodel_ckpt.checkpoint.files.safe_open import open_regular, read_safely
+from automodel_ckpt.checkpoint.files.safe_open import open_regular, read_safely, without_links
 from automodel_ckpt.checkpoint.parts.slices import (
     Tensor,
     TensorDict,
@@ -51,6 +51,7 @@ _MAX_DIMENSIONS = 64
 _MAX_SHARDS = 1 << 16
 _CRC_DELTA = 0xA282EAD8
 _POLYNOMIAL = 0x82F63B78
+# Numbers of the enumeration DataType (tensorflow/core/framework/types.proto), as codes of the safetensors format.
 _DTYPES = {
     1: "F32",
     2: "F64",
@@ -70,7 +71,6 @@ _DTYPES = {
     24: "F8_E5M2",
     25: "F8_E4M3",
 }
-"""Numbers of the enumeration DataType (tensorflow/core/framework/types.proto), as codes of the safetensors format."""
 # Text and variants have no fixed size.
 _VALUES = (7, 21)
 INDEX_SUFFIX = ".index"
@@ -307,7 +307,7 @@ def _index_of(path: Path) -> Path:
     Raises :class:`CheckpointUnusable` if the directory has several checkpoints and does not name the newest.
     """
     if path.is_file():
-        return Path(os.path.realpath(path))
+        return without_links(path)
     found = _indexes_in(path)
     if len(found) > 1:
         latest = _latest(path)
@@ -342,7 +342,7 @@ def _indexes_in(directory: Path) -> list[str]:
 
 def _is_index_file(path: Path) -> bool:
     try:
-        descriptor = open_regular(Path(os.path.realpath(path)))
+        descriptor = open_regular(without_links(path))
     except OSError:
         return False
     try:

@@ -13,9 +13,9 @@ DCP flattens both to names in ``.metadata``, which also has the path of keys of 
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ DATA_SUFFIX = ".distcp"
 _SCHEDULER_KEYS = ("lr_scheduler", "scheduler", "lr_schedulers", "sched", "scheduler_state_dict")
 # Keys of counters, at the top level and in a mapping of the trainer's own state (torchtitan's train_state).
 _COUNTER_KEYS = ("train_state", "trainer_state", "train_progress")
+# The names of counters, and the field of :class:`Counters` for each.
 _COUNTERS = {
     "step": "step",
     "global_step": "step",
@@ -78,7 +79,6 @@ _COUNTERS = {
     "samples_seen": "consumed_samples",
     "num_samples": "consumed_samples",
 }
-"""The names of counters, and the field of :class:`Counters` for each."""
 
 
 class PyTorchDcp(Format):
@@ -237,9 +237,10 @@ def read_optimizer(
     stored = {*grouped.values(), *(name for entry in entries.values() for name in entry.values())}
     with damaged_optimizer(where):
         loaded = _loaded(directory, content, stored)
-        state: dict[Key, ValueDict] = {}
-        for fqn, entry in entries.items():
-            state[fqn] = {what: loaded[name] for what, name in entry.items()}
+        state: dict[Key, ValueDict] = {
+            fqn: {what: loaded[name] for what, name in entry.items()}
+            for fqn, entry in entries.items()
+        }
         options = {}
         for path, name in grouped.items():
             is_number = isinstance(loaded[name], Tensor)
@@ -257,13 +258,10 @@ def read_training_state(
     key = optimizer_key(content)
     if key is None:
         return None
-    counters = read_counters(directory, content)
     used = {key, *_SCHEDULER_KEYS, *_COUNTER_KEYS, *_COUNTERS}
     omitted = dict.fromkeys(str(_path(content, fqn)[0]) for fqn in content.values)
     return TrainingState(
-        step=counters.step,
-        epoch=counters.epoch,
-        consumed_samples=counters.consumed_samples,
+        **vars(read_counters(directory, content)),
         optimizer=read_optimizer(directory, content, key, weights),
         scheduler=read_scheduler(directory, content),
         omitted=tuple(name for name in omitted if name not in used and name.isprintable()),
@@ -279,7 +277,7 @@ def read_counters(directory: Path, content: DcpContent) -> Counters:
             fields[fqn] = _COUNTERS[str(last)]
     found = {}
     for fqn, value in _loaded(directory, content, fields).items():
-        with contextlib.suppress(Fault):  # not a number
+        with suppress(Fault):  # not a number
             found[fields[fqn]] = number_of(value, directory)
     return Counters.of(*map(found.get, ("step", "epoch", "consumed_samples")))
 

@@ -29,6 +29,7 @@ from automodel_ckpt.checkpoint.parts.slices import (
     nbytes_of,
     shape_fault,
 )
+from automodel_ckpt.checkpoint.pickles.dcp_metadata import DcpLocation
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.convert.formats.files import faults_of, tiled
 from automodel_ckpt.convert.formats.torch.torch_objects import (
@@ -57,21 +58,12 @@ _KINDS = (
 
 
 @dataclass(frozen=True)
-class Item:
-    """An item of a ``.distcp`` file: *nbytes* at *start*."""
-
-    file: str
-    start: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Described:
     """A tensor as ``.metadata`` describes it: safetensors dtype code, global shape, and its chunks with their items."""
 
     dtype: str
     shape: Shape
-    chunks: tuple[tuple[Box, Item], ...]
+    chunks: tuple[tuple[Box, DcpLocation], ...]
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,7 @@ class DcpContent:
     """
 
     tensors: Mapping[str, Described]
-    values: Mapping[str, Item]
+    values: Mapping[str, DcpLocation]
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
 
 
@@ -120,7 +112,7 @@ def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
         yield tiled(fqn, dtype, described.shape, slices, directory / layout.DCP_METADATA)
 
 
-def read_values(directory: Path, items: Mapping[str, Item]) -> Iterator[tuple[str, Any]]:
+def read_values(directory: Path, items: Mapping[str, DcpLocation]) -> Iterator[tuple[str, Any]]:
     """Yield the values in *items* as descriptions (``torch_objects.py``), with their names.
 
     Each is an archive of ``torch.save``. Raises :class:`CheckpointUnusable` for an item that is damaged.
@@ -164,7 +156,7 @@ def _content(value: Any, budget: int) -> DcpContent:
 _Key = tuple[str, Shape | None]
 
 
-def _items(stored: Mapping[Any, Any]) -> Iterator[tuple[_Key, Item]]:
+def _items(stored: Mapping[Any, Any]) -> Iterator[tuple[_Key, DcpLocation]]:
     """Yield the items of ``storage_data``, with the name and offsets that refer to each."""
     for index, info in stored.items():
         if info.get("transform_descriptors"):
@@ -175,10 +167,10 @@ def _items(stored: Mapping[Any, Any]) -> Iterator[tuple[_Key, Item]]:
         if reason is not None:
             raise Fault(f"it names the file {file[:200]!r}: {reason}")
         chunk = None if offsets is None else _extents(offsets)
-        yield (index.get("fqn"), chunk), Item(file, start, nbytes)
+        yield (index.get("fqn"), chunk), DcpLocation(file, start, nbytes)
 
 
-def _described(fqn: str, entry: Opaque, items: Mapping[_Key, Item]) -> Described:
+def _described(fqn: str, entry: Opaque, items: Mapping[_Key, DcpLocation]) -> Described:
     dtype = _dtype(entry.get("properties"))
     if dtype not in DTYPE_BITS:
         raise Fault(f"the tensor {fqn[:200]!r} is not described in full")
@@ -224,7 +216,7 @@ def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
 # ---------------------------------------------------------------- items
 
 
-def _archive(directory: Path, item: Item, max_program_bytes: int | None) -> Archive:
+def _archive(directory: Path, item: DcpLocation, max_program_bytes: int | None) -> Archive:
     """Describe the archive in an item. Raises any exception if it is damaged."""
     descriptor = open_safely(directory, item.file)
     try:

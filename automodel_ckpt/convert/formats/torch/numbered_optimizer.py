@@ -77,11 +77,10 @@ def optimizer_state(
             for group in state_dict["param_groups"]
         ]
         names, names_from = _names(groups, model, root / file, rename)
-        entries = {}
-        for key, entry in state_dict["state"].items():
-            entries[key] = {
-                what: described(value, f"{names[key]}.{what}") for what, value in entry.items()
-            }
+        entries = {
+            key: {what: described(value, f"{names[key]}.{what}") for what, value in entry.items()}
+            for key, entry in state_dict["state"].items()
+        }
         shapes = {parameter.name: parameter.shape for parameter in model}
         return named_state(
             entries, groups, names, shapes, root=root, where=root / file, names_from=names_from

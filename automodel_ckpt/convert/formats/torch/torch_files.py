@@ -14,12 +14,13 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.other_weights import is_torch_script
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.files.safe_open import open_regular, without_links
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorMap, shape_fault, whole_tensor
@@ -96,7 +97,7 @@ class TorchFile(Format):
 
     def training_left(self, path: Path) -> str:
         try:
-            value = read_archive(Path(os.path.realpath(path))).value
+            value = read_archive(without_links(path)).value
         except CheckpointUnusable:
             return ""
         if not isinstance(value, dict) or not any(map(_is_optimizer, _states(value)[1].values())):
@@ -154,7 +155,7 @@ def is_torch_archive(head: bytes) -> bool:
 
 def _read_below_root(path: Path) -> TorchModel:
     """Describe the model in a file, behind links or not, as slices below the root of the file system."""
-    real = Path(os.path.realpath(path))
+    real = without_links(path)
     return read_model(real, str(real.relative_to(_ROOT)))
 
 
@@ -329,10 +330,8 @@ def attribute_prefix(names: Sequence[str]) -> str:
     return attribute if all(name.startswith(attribute) for name in names) else ""
 
 
-def _no_model(path: Path, value: str) -> CheckpointUnusable:
-    return unusable(
-        "there is no model in this file",
-        path,
-        value,
-        "save model.state_dict(), at the top level or under the key state_dict",
-    )
+_no_model = partial(
+    unusable,
+    "there is no model in this file",
+    hint="save model.state_dict(), at the top level or under the key state_dict",
+)

@@ -78,11 +78,11 @@ STORAGE_DTYPES = {
     "ComplexDoubleStorage": "C128",
 }
 """The dtype codes of torch's typed storages, by class name."""
+# Functions that make a tensor of something else than a storage (torch 2.13).
 _MAKERS_WITHOUT_STORAGE = (
     "torch._utils._rebuild_meta_tensor_no_storage",
     "torch._utils._rebuild_device_tensor_from_numpy",
 )
-"""Functions that make a tensor of something else than a storage (torch 2.13)."""
 _MAX_DIMENSIONS = 64
 # A tuple is hashed as a key, which takes stack for each level of nesting. These types take none.
 _KEY_TYPES = (str, int, float, bool, bytes, type(None))
@@ -332,8 +332,7 @@ def _text(value: Any, encoding: Any = "latin1") -> Any:
 
 
 def _reconstructed(kind: Any, *arguments: Any) -> Opaque:
-    name = kind.name if type(kind) is _Class else "an object"
-    return Opaque(name, arguments)
+    return Opaque(kind.name if type(kind) is _Class else "an object", arguments)
 
 
 _KNOWN: ValueDict = {
@@ -427,14 +426,6 @@ def _check_key(key: Any) -> None:
         raise Fault("a key of a mapping is neither text nor a number")
 
 
-def _new_object(reader: _Reader) -> None:
-    arguments = reader.stack.pop()
-    kind = reader.stack[-1]
-    if type(arguments) is not tuple:
-        reader.reject()
-    reader.stack[-1] = reader.call(kind, arguments)
-
-
 def _new_object_with_keywords(reader: _Reader) -> None:
     keywords = reader.stack.pop()
     arguments = reader.stack.pop()
@@ -452,7 +443,7 @@ def _add_items(reader: _Reader) -> None:
     target.extend(items)
 
 
-_Reader.dispatch[pickle.NEWOBJ[0]] = _new_object
+_Reader.dispatch[pickle.NEWOBJ[0]] = _Reader.dispatch[pickle.REDUCE[0]]
 _Reader.dispatch[pickle.NEWOBJ_EX[0]] = _new_object_with_keywords
 # A set is only a list here: hashing an item could take any amount of stack.
 _Reader.dispatch[pickle.EMPTY_SET[0]] = lambda reader: reader.append([])

@@ -1,7 +1,5 @@
 """A base model is known by its bytes, read once."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

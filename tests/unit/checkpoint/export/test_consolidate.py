@@ -1,7 +1,5 @@
 """Consolidation: every kind of tensor and cut comes out bit-equal, damage comes out as nothing at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

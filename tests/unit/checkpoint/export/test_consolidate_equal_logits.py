@@ -1,7 +1,5 @@
 """An exported model computes exactly what the trained one does, in plain transformers, without our package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

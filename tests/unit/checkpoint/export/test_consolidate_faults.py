@@ -1,7 +1,5 @@
 """Exports that other processes, damaged disks and killed runs interfere with, and the division into files."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """The dtype rules of an export over random models: every dtype, shape and cut, every base, every cast."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Directories of plain PyTorch DCP: exported without torch, bit for bit what torch's own reader gives."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Damage in an export is found by whatever reads it, before a value of it is used."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

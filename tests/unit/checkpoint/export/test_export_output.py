@@ -1,7 +1,5 @@
 """Writing the files of an export: every way of writing gives the same bytes, and they are durable."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

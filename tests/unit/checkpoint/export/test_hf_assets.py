@@ -1,7 +1,5 @@
 """The side files: the base's own bytes where there is a base, transformers' where there is none."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands that a log gives for an export."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

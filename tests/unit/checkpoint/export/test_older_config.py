@@ -1,7 +1,5 @@
 """config.json for programs before transformers 5, which ignore the newer keys and compute with their defaults."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

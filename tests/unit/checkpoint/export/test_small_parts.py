@@ -1,7 +1,5 @@
 """Small functions that readers and writers of checkpoints share, at their boundaries."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """parse_json: content of the program's own files is parsed, content that takes too much memory is rejected before."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

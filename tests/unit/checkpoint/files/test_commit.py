@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import xxhash
@@ -115,13 +117,8 @@ def test_a_checkpoint_with_a_name_that_is_not_durable_is_removed(
 ) -> None:
     staging = commit.reserve(tmp_path, "epoch_0_step_20")
     commit.finalize(staging, b"{}")
-    outcomes = iter([OSError(errno.EIO, "")])
-
-    def fsync(_: object) -> None:
-        if (error := next(outcomes, None)) is not None:
-            raise error
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    fails_once = itertools.chain([OSError(errno.EIO, "")], itertools.repeat(None))
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=fails_once))
     with pytest.raises(OSError, match=str(errno.EIO)):
         commit.publish(staging, "epoch_0_step_20")
     assert os.listdir(tmp_path) == []

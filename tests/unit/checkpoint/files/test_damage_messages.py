@@ -1,7 +1,5 @@
 """What is said where a checkpoint, an export or a source of weights is damaged in a way that no other test has."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The ``.metadata`` that is assembled from instructions: what PyTorch and our own reader find in it."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

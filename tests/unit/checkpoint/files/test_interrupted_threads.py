@@ -1,7 +1,5 @@
 """After an interruption (Ctrl-C in a notebook), no thread uses a file that the caller has closed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Names on disk, in both directions, and the dtypes of files."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Temporary files and directories say who made them, so that only those of ended processes are removed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

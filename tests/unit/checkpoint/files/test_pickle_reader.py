@@ -1,7 +1,5 @@
 """The reader of plain data gives back all that state may hold, as torch.save wrote it."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections import Counter, OrderedDict

@@ -1,7 +1,5 @@
 """Faults that only a damaged file or a failing system call brings about, each met where it is looked for."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

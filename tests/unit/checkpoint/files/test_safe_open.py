@@ -1,7 +1,5 @@
 """Files that a checkpoint names are opened only if they are regular files below its directory."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

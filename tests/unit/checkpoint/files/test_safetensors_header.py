@@ -1,7 +1,5 @@
 """The header reader trusts nothing; the builder makes files that the safetensors library reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

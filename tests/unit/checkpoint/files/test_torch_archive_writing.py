@@ -1,7 +1,5 @@
 """Files of torch.save that are written without torch."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Asynchronous saves on one process: the state of the call, bounded resources, and what happens when one fails."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc
@@ -53,12 +51,12 @@ class Saver:
     @property
     def writer(self) -> int:
         assert self.checkpointer._async is not None
-        return self.checkpointer._async._background.writer_pid
+        return self.checkpointer._async.background.writer_pid
 
     @property
     def is_writing(self) -> bool:
         assert self.checkpointer._async is not None
-        return self.checkpointer._async._background.is_writing
+        return self.checkpointer._async.background.is_writing
 
     def pause(self) -> None:
         """Hold the writer, so that what is saved next stays under way."""

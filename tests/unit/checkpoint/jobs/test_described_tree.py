@@ -1,7 +1,5 @@
 """An optimizer's tree is written from slices of other files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Incremental saves: files of tensors that do not train are shared between checkpoints, and never changed or lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Several threads read blocks of files: into little memory, which is not overwritten before it was copied."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The bytes of a tensor on a device reach a file through two small buffers, unchanged."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What a recipe's attributes hold, and how each is stored."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The geometry of slices at its boundaries: neighbors share nothing, and boxes cover exactly what they should."""
 
-from __future__ import annotations
-
 import itertools
 
 from automodel_ckpt.checkpoint.parts.slices import MAX_CUT_DIMENSIONS, Box, tiling_fault

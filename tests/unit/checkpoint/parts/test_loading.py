@@ -1,7 +1,5 @@
 """Matching the attributes of a recipe to those of a checkpoint, and choosing the file of this rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

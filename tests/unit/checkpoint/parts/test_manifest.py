@@ -1,7 +1,5 @@
 """MANIFEST.json: what it keeps, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which checkpoint is chosen, and how fast."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

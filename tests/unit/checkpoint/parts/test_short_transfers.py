@@ -1,16 +1,13 @@
 """System calls may transfer fewer bytes than they are asked for, as on a network file system or after a signal."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 
-from automodel_ckpt.checkpoint.files.durable_file import file_record
+from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of, file_record
 from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
 

@@ -1,7 +1,5 @@
 """Checkpoints whose slices are in tables: everything that reads a checkpoint reads them, and damage is found."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

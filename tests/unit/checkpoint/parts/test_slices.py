@@ -1,7 +1,5 @@
 """The geometry of slices, checked against NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

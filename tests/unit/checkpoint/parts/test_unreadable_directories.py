@@ -1,7 +1,5 @@
 """A directory that cannot be read is an error, not a directory without files."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Uploads from several nodes, each with a part of the files: a checkpoint in the store is complete or absent."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

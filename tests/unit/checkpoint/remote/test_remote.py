@@ -1,7 +1,5 @@
 """Checkpoints in an object store: complete or absent, whatever fails, against an S3 server on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -26,9 +24,10 @@ from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.run import notes
 from automodel_ckpt.checkpoint.run.links import pending
 from automodel_ckpt.checkpoint.run.resume import KeepPolicy
-from automodel_ckpt.checkpoint.store import gone_back, transfer
+from automodel_ckpt.checkpoint.store import transfer
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle, UploadMemory
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
@@ -412,7 +411,7 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
     uploads.note_published(SECOND)
     assert launched() == [10, 10]
     # It died after that: it is started again, and does not supersede the new checkpoint.
-    gone_back.forget(tmp_path)
+    notes.forget_gone_back(tmp_path)
     uploads.note_published(SECOND)
     assert launched() == [10, 10, 20]
     # The run goes back while it trains.

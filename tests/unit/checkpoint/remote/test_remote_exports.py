@@ -1,7 +1,5 @@
 """Exports in a store: each that a run makes is uploaded with its checkpoint, whenever it is complete."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults of a store and of the network: uploads and downloads end with the right bytes, and warnings stay few."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a start of a run gets from a store: which checkpoint, and how if the disk lacks the space."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -21,8 +19,8 @@ from automodel_ckpt.checkpoint.remote import background, fetch
 from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint, push_exports
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.run import notes
 from automodel_ckpt.checkpoint.run.links import pending
-from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.errors import CheckpointUnusable
@@ -74,7 +72,7 @@ def test_a_disk_without_space_does_not_prevent_loading(
     assert resumed is not None and resumed.step == 20
     tiny.assert_equal_state(saved, loaded)
     on_disk = {path.name for path in (tmp_path / "empty").iterdir()}
-    assert on_disk == {layout.TRAINING_LOG, gone_back.FILE}
+    assert on_disk == {layout.TRAINING_LOG, notes.GONE_BACK}
     assert ckpt(["verify", "--deep", url]) == 0
 
 
@@ -140,7 +138,7 @@ def test_a_run_that_went_back_without_its_store_does_not_fetch_what_it_left(tmp_
     assert fetcher.find(None) is None
     # It is started again, later in its timeline: the mark still begins at the first step.
     again = background.Uploads(root, RemoteStorage(url), "val_loss", "min")
-    assert gone_back.note(root, 15, again.token) == 10
+    assert notes.note_gone_back(root, 15, again.token) == 10
     # Another machine took over the URL, so that what is there is newer.
     other = RemoteRun(Store(url))
     other.take_over()

@@ -1,7 +1,5 @@
 """Checkpoints in a store, as commands and a program without a recipe use them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

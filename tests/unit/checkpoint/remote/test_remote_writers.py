@@ -1,7 +1,5 @@
 """Several writers of one URL: whatever comes late changes nothing that a later start of a run has written."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
@@ -176,11 +174,11 @@ def s3_error(kind: type[OSError], status: int, code: str) -> OSError:
     return error
 
 
-def http_error(code: int) -> OSError:
+def http_error(code: int) -> Any:
     """An error of gcsfs."""
     error: Any = OSError()
     error.code = code
-    return error  # type: ignore[no-any-return]
+    return error
 
 
 @pytest.mark.parametrize(
@@ -190,10 +188,9 @@ def http_error(code: int) -> OSError:
         (s3_error(FileNotFoundError, 404, "NoSuchKey"), {}, False),
         (s3_error(FileNotFoundError, 404, "NoSuchBucket"), {}, FileNotFoundError),
         (s3_error(FileNotFoundError, 404, "NoSuchUpload"), {"UploadId": "1"}, FileNotFoundError),
-        (s3_error(OSError, 409, "ConditionalRequestConflict"), {}, False),
         (s3_error(OSError, 412, "PreconditionFailed"), {}, False),
         (s3_error(OSError, 501, "NotImplemented"), {}, NotSupported),
-        (s3_error(PermissionError, 403, "AccessDenied"), {}, PermissionError),
+        (s3_error(OSError, 500, "InternalError"), {}, OSError),
     ],
 )
 def test_only_an_unmet_condition_is_no_error(
@@ -213,7 +210,6 @@ def test_only_an_unmet_condition_is_no_error(
     [
         (None, True),
         (FileExistsError(), False),
-        (FileNotFoundError(), False),
         (http_error(412), False),
         (http_error(403), OSError),
     ],
@@ -227,9 +223,9 @@ def test_requests_to_gcs_name_the_generation_that_they_replace(
     gcs.split_path.return_value = ("bucket", "key", None)
     conditions = conditions_of(gcs)
     for request in (
-        lambda: conditions.put("bucket/key", b"", None),
-        lambda: conditions.put("bucket/key", b"", "7"),
-        lambda: conditions.delete("bucket/key", "7"),
+        lambda: conditions.put("", b"", None),
+        lambda: conditions.put("", b"", "7"),
+        lambda: conditions.delete("", "7"),
     ):
         if isinstance(outcome, bool):
             assert request() == outcome

@@ -1,7 +1,5 @@
 """The file system of a directory by the kernel's list of mounts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

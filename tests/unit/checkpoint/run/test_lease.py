@@ -1,7 +1,5 @@
 """Two runs in one directory: the second is refused, a dead one's place is taken."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Pins and users' links in a run directory: they protect their checkpoint, and go with it when it is set aside."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """ckpt verify, prune, pin, unpin: on real checkpoints, through the command."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The directory of a run's checkpoints in memory: whose it is, what is copied from it to disk, what is removed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

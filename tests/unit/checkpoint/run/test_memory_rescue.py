@@ -1,7 +1,5 @@
 """What the launchers of two nodes copy to disk of the parts in their memory, when no restart follows a failure."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor

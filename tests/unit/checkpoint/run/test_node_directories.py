@@ -1,7 +1,5 @@
 """What a start does with checkpoints that its nodes do not have completely: one node, without a process group."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

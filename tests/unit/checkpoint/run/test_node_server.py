@@ -1,7 +1,5 @@
 """What the server of a node's memory checkpoints refuses, and how copies and publications arrive."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -17,10 +15,10 @@ import pytest
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.memory import node_process
-from automodel_ckpt.checkpoint.memory.hang_reports import HangReports
 from automodel_ckpt.checkpoint.memory.node_process import NodeProcess, NodeServer
 from automodel_ckpt.checkpoint.memory.requests import (
     Address,
+    HangReports,
     NodeFailed,
     command,
     listens,

@@ -1,7 +1,5 @@
 """What stays and what goes, over random histories."""
 
-from __future__ import annotations
-
 import math
 import random
 

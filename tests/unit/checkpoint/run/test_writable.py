@@ -1,7 +1,5 @@
 """A run directory that cannot be written is reported before anything is built."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

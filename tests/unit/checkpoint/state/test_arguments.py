@@ -1,7 +1,5 @@
 """What a program passes to the checkpointer by mistake is refused before anything is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saving and loading on one process: what is on disk, what comes back, what is refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Casts agree with torch's, bit for bit: on every 16-bit value, and on singles and doubles of every size."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

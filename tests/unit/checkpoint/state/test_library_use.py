@@ -1,7 +1,5 @@
 """A program that uses Checkpointer without a recipe: wrong calls are one clear error, in terms of the program."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Another model of the same shapes is noticed at a resume, by its config."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

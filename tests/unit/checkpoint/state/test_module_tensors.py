@@ -1,7 +1,5 @@
 """What is left to load after the values of a module were read into its own tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Whatever an optimizer keeps comes back as it was, whenever it makes it; what could not is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Checkpointer in a program without a recipe file: its options and their defaults."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quantized tensors in files: which tensors belong together, and the values of any of their rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

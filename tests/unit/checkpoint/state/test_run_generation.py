@@ -1,7 +1,5 @@
 """The generation of a run whose nodes have separate directories: which checkpoints of a node are abandoned."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

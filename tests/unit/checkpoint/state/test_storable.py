@@ -1,7 +1,5 @@
 """What a checkpoint takes comes back as it was; what could not is refused by attribute and key, before it is saved."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from pathlib import Path
 from types import SimpleNamespace

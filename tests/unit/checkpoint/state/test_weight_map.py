@@ -1,7 +1,5 @@
 """The index that names the file of each tensor is read in one way, whoever asks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where no thread can start, at a limit or while the process ends, the calling thread saves and loads."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import SimpleNamespace

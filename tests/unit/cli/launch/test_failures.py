@@ -1,7 +1,5 @@
 """Which of several failure records the user gets to read."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

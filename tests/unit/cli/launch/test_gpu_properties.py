@@ -1,7 +1,5 @@
 """Code that reads properties of a GPU when it is imported leaves a launcher able to fork ranks that use the GPU."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +8,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from automodel_ckpt.cli.launch.forked_run import import_before_forks
 from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
-from automodel_ckpt.cli.launch.recipe_import import import_before_forks
 from automodel_ckpt.errors import RecipeError
 
 Patch = pytest.MonkeyPatch

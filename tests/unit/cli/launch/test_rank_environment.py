@@ -1,7 +1,5 @@
 """Who starts the ranks, how many, and where they meet, from flags and environment alone."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -17,8 +15,9 @@ from automodel_ckpt.cli.launch.node_resources import (
     set_threads,
     visible_gpus,
 )
-from automodel_ckpt.cli.launch.rendezvous_flags import LOCAL, choose_rendezvous
-from automodel_ckpt.cli.launch.started_ranks import (
+from automodel_ckpt.cli.launch.ranks import (
+    LOCAL,
+    choose_rendezvous,
     first_host,
     remove_leftover_ranks,
     slurm_environment,

@@ -1,7 +1,5 @@
 """`ckpt average` combines checkpoints; float64 references in torch are written out here."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`ckpt archive` and `ckpt unarchive` restore checkpoints bit for bit, or report what is wrong and publish nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

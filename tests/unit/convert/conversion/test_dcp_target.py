@@ -1,7 +1,5 @@
 """``ckpt export --to dcp``: a directory that torch.distributed.checkpoint reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps, epochs and metrics are parsed from the names of checkpoints, and rank them."""
 
-from __future__ import annotations
-
 import pytest
 
 from automodel_ckpt.convert.imports.file_names import NameMetadata, parse_name, rank

@@ -4,8 +4,6 @@ What AutoModel wrote lies in tests/fixtures/automodel, with the script that made
 need a separate environment, are `make interop`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

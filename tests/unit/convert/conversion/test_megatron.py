@@ -1,7 +1,5 @@
 """Distributed checkpoints that the real megatron-core wrote (tests/fixtures/megatron), read and imported."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

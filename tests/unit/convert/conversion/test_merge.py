@@ -1,7 +1,5 @@
 """``ckpt export --merge``: base and adapter as one model, for every kind of adapter, and what cannot be merged."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tensors of an import have the names of the model in config.json, or the import is an error."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``ckpt import --names --training-state``: the weights get other names, and the optimizer does not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Exports to ONNX are staged as all exports, and compute what the class of config.json computes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

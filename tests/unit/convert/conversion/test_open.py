@@ -1,7 +1,5 @@
 """Weights to start from: found in every form they lie in, and read into modules, whole or by rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

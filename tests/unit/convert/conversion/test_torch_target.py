@@ -1,7 +1,5 @@
 """``ckpt export --to torch``: one state dict that torch.load reads without running code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

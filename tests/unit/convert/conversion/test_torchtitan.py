@@ -1,7 +1,5 @@
 """Checkpoints that torchtitan wrote: converted to a Hugging Face Llama, and back."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

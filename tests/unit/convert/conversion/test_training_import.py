@@ -1,7 +1,5 @@
 """An imported optimizer keeps its class and its peak rate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The training state in a checkpoint of NeMo AutoModel, which its Checkpointer wrote (tests/fixtures/automodel/run)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

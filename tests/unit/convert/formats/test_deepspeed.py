@@ -4,8 +4,6 @@ The files in tests/fixtures/deepspeed were written by DeepSpeed (make.py there);
 tensors of its zero_to_fp32. Damage that needs other sizes is made in files of the same structure, written here.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

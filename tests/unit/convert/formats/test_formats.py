@@ -1,7 +1,5 @@
 """Every external format is one entry in a list, and the first that recognizes a path opens it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 That llama.cpp then gives the same tokens is shown by `make interop`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 tests/fixtures/gguf/make.py made them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """GGUF files are read as models of Hugging Face: names, order of rows, values and config.json."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 The files in tests/fixtures/lightning and tests/fixtures/torch_states were written by the real programs (make.py there).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``ckpt export --to lightning``: a file that Lightning's Trainer continues from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

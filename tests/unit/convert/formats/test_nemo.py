@@ -3,8 +3,6 @@
 ``state.safetensors`` there is the model's state dict. Other archives are made here.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -3,8 +3,6 @@
 ``expected.npz`` there has the values of all variables as TensorFlow's own reader returns them.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights in files of torch.save are described as slices: no code of theirs runs, and no tensor is copied."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Arrays of zarr: those that the real megatron-core 0.9 wrote."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Importing adapters that peft saved: every kind is either equal to what peft computes, or an error."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

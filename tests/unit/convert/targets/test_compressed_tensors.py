@@ -1,7 +1,5 @@
 """``ckpt export --to compressed-tensors``: stored values by the definition of each scheme, and a model that loads."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

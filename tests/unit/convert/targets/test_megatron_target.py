@@ -3,8 +3,6 @@
 The real megatron-core loads such exports in `make interop` (tools/interop/megatron.py).
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping

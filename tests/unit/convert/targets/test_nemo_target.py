@@ -1,7 +1,5 @@
 """``ckpt export --to nemo`` writes archives that tarfile and torch read, as NeMo does; ``make interop`` runs NeMo."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tarfile

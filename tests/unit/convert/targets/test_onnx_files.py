@@ -1,7 +1,5 @@
 """The files of an export to ONNX, with a stand-in for torch's exporter."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What every target of ``ckpt export`` guarantees: damage is reported, and nothing is written."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

@@ -3,8 +3,6 @@
 The files in tests/fixtures/modelopt were written by nvidia-modelopt 0.47, from the Hugging Face files in ``hf/``.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weighted mixtures: exact numbers of samples, an order that depends on seed and epoch only, and exact resumes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

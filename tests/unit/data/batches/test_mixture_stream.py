@@ -1,7 +1,5 @@
 """Mixtures of streams: shares at any time, epochs, and resumes that continue exactly."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packed streams: which tokens rows have, exact resumes, and independence of ranks and workers."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections import Counter

@@ -1,7 +1,5 @@
 """Retrieval data in NeMo AutoModel's formats: documents in a corpus or in rows, negatives, instructions, mistakes."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

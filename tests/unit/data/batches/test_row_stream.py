@@ -1,7 +1,5 @@
 """Streams of rows: the same samples as without streaming, exact resumes, shuffled or not, on any number of ranks."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

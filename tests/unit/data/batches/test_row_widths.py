@@ -1,7 +1,5 @@
 """Rows with few widths: which widths there are, and that padding changes nothing but the length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from automodel_ckpt.data.batches.sampler import _splitmix64, derive_seed, permutation
+from automodel_ckpt.data.batches.micro_batches import _splitmix64, derive_seed, permutation
 
 
 def test_the_order_is_the_same_for_ever() -> None:

@@ -1,7 +1,5 @@
 """Conversations of agents: calls and results as messages, reasoning, and conversations that are too long."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

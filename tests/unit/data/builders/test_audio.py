@@ -1,7 +1,5 @@
 """Audio of data sets: how files are read, what the samples are, and users' mistakes."""
 
-from __future__ import annotations
-
 import base64
 import json
 import logging
@@ -23,9 +21,9 @@ from automodel_ckpt.data.media import media_files as audio_files
 from automodel_ckpt.data.media.media_files import duration_of, open_audio
 from automodel_ckpt.data.vlm import conversations, transcripts
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.vision import image_token_ids
-from automodel_ckpt.models.layers.freezing import freeze
+from automodel_ckpt.models.inspect.interface import image_token_ids
 from automodel_ckpt.models.measure.flop_count import count_flops
+from automodel_ckpt.models.model_checks import freeze
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from tests.support.models.audio import (
     FAMILIES,

@@ -1,7 +1,5 @@
 """SQuAD and HellaSwag, from small files in the layout of the real ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

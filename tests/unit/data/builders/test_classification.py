@@ -1,7 +1,5 @@
 """Texts with labels: how they are tokenized, truncated, cached and padded, and what is rejected with its row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

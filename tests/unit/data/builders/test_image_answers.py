@@ -1,7 +1,5 @@
 """Questions about images in the columns of a table: presets, formats of answers, and rows that cannot be used."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

@@ -1,7 +1,5 @@
 """Measuring and packing conversations with images: what is skipped, cached and rejected."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from automodel_ckpt.data.media.image_packing import (
 )
 from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.vision import image_token_ids
+from automodel_ckpt.models.inspect.interface import image_token_ids
 from tests.support.models.vision import qwen2_5_vl, write_conversations
 
 

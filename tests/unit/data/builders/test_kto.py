@@ -1,7 +1,5 @@
 """Completions that are judged one by one: the forms of rows, pairs that are split, and mismatched completions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

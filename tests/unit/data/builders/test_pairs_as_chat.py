@@ -1,7 +1,5 @@
 """Prompts and completions rendered by a chat template, and random tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Preference data: the forms that rows have in public data sets, pairs that are skipped, margins, and micro-batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

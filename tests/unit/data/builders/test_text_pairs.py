@@ -1,7 +1,5 @@
 """Pairs of texts: their fields, prompts and negatives, truncation, and the rows that the collator makes of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The expected texts are written here by hand from the formats of the models. ``⟦`` and ``⟧`` enclose what is marked.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Conversations with images: what is learnt, where images come from, and what is refused, per family of processors."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -24,7 +22,7 @@ from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.media_files import open_image
 from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.vision import image_token_ids
+from automodel_ckpt.models.inspect.interface import image_token_ids
 from tests.support.models.vision import FAMILIES, TEMPLATE, write_conversations
 
 IMAGE = {"type": "image"}

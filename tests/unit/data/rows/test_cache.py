@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import os
 import tempfile
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.base.store_url import cache_directory
-from automodel_ckpt.data.rows.cache import cached
+from automodel_ckpt.data.samples.samples import cached
 from automodel_ckpt.errors import RecipeError
 
 

@@ -1,7 +1,5 @@
 """Rows are tokenized in parts by worker processes, with the samples, errors and files of one process."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rows are what their lines say: whatever other rows contain, compressed or not, in memory or as a stream."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cache of a teacher's logits: what is written is read, and nothing else is taken for it."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pretraining data of Megatron and nanoGPT: the same tokens as the programs that wrote them read, in windows."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from itertools import chain

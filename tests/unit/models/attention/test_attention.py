@@ -1,7 +1,5 @@
 """Attention of each document of a row by itself: loss and gradients as alone, and the mask wherever in doubt."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +23,7 @@ from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.models.attention.by_document import attend_by_document
 from automodel_ckpt.models.attention.documents import Documents, documents_of
-from automodel_ckpt.models.inspect.forward import attention_of
+from automodel_ckpt.models.inspect.interface import attention_of
 from tests.unit.models.building.test_packing_probe import APART, build, loss_and_gradients, samples
 
 OPTIONS = {"use_cache": False}

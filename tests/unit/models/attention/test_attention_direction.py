@@ -1,7 +1,5 @@
 """Attention to later tokens: which layers of a model follow the setting is found by running it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernel that reads the lengths of documents: which models it is enabled for, and what it computes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

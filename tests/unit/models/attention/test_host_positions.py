@@ -1,7 +1,5 @@
 """Masks of packed rows from the positions that the host knows. The device has no values: reading one is an error."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +15,9 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from automodel_ckpt.models.attention import host_positions
+from automodel_ckpt.models.attention import positions
 from automodel_ckpt.models.attention.documents import documents_of
-from automodel_ckpt.models.attention.host_positions import note_positions
+from automodel_ckpt.models.attention.positions import note_positions
 
 META = "meta"
 WINDOW = 4
@@ -30,7 +28,7 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=6)
 @pytest.fixture(autouse=True)
 def _known_nothing() -> Iterator[None]:
     yield
-    host_positions._newest.clear()
+    positions._newest.clear()
 
 
 def positions_of(lengths: list[int]) -> torch.Tensor:
@@ -98,7 +96,7 @@ def test_other_positions_are_read_from_the_device(change: str) -> None:
     if change == "not on the host":
         # A recipe may pass rows that are on the device already.
         note_positions(on_device, on_device)
-        assert not host_positions._newest
+        assert not positions._newest
     if change == "on the host":
         # The newest rows are on the host, and need no copy.
         note_positions(on_host, on_host)

@@ -1,7 +1,5 @@
 """Position biases whose rows have no gaps: the same values and gradients."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoModel
 
-from automodel_ckpt.models.attention.position_bias import lay_out_position_biases
+from automodel_ckpt.models.attention.positions import lay_out_position_biases
 
 SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 100}
 IDS = torch.arange(2 * 24).reshape(2, 24) % 100

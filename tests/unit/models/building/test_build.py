@@ -1,7 +1,5 @@
 """Models from a configuration or from files, and what is refused before any weight is made."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -25,10 +23,10 @@ from transformers import (
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_model, restore_attention_caps
-from automodel_ckpt.models.config_checks import check_vocabulary
 from automodel_ckpt.models.config_reading import load_model_config
+from automodel_ckpt.models.inspect.interface import check_vocabulary
 from automodel_ckpt.models.inspect.repository import require_local
-from automodel_ckpt.models.layers.freezing import freeze
+from automodel_ckpt.models.model_checks import freeze
 from automodel_ckpt.models.quantize import check_not_quantized
 from automodel_ckpt.parallel.model_layers import decoder_layers, untied_layers
 from automodel_ckpt.training.model.deferred_model import build_deferred

@@ -1,7 +1,5 @@
 """model.config_overrides, and the revision of a model's repository."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

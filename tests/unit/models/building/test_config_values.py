@@ -1,14 +1,12 @@
 """Values of configurations: those of single layers, and the length of the context."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 from transformers import Gemma4TextConfig, LlamaConfig
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.config_checks import config_of_layer, layer_configs
+from automodel_ckpt.models.config_reading import config_of_layer, layer_configs
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.training.model.sections import check_all_heads
 

@@ -1,7 +1,5 @@
 """Parameters that the class of a model creates in float32 although the model is in 16 bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, XLNetConfig
 
-from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_kept, float32_names
+from automodel_ckpt.models.meta_init import constants_in, float32_kept, float32_names
 from automodel_ckpt.models.quantize import cast_to
 from tests.support.models.sizes import model_sizes
 

@@ -1,7 +1,5 @@
 """The base that adapters with fresh weights need: created once, and recognized by the next start of the same recipe."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

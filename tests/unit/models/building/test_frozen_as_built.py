@@ -1,7 +1,5 @@
 """Parameters that a model's class creates without gradients, or keeps in float32, when the model is read from files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packs of conversations with images: the losses and gradients are those of one sample per row, or an error."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +15,9 @@ from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.media.image_packing import ImagePack, ImageRowLayout, PackCollator
 from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.models.attention.by_document import attend_by_document
-from automodel_ckpt.models.attention.image_positions import rotary_positions
+from automodel_ckpt.models.attention.positions import rotary_positions
 from automodel_ckpt.models.attention.row_masks import install_row_masks
-from automodel_ckpt.models.inspect.vision import image_token_ids
+from automodel_ckpt.models.inspect.interface import image_token_ids
 from automodel_ckpt.training.model.image_rows import RowProbe
 from tests.support.models.vision import FAMILIES, TEXT, write_conversations
 

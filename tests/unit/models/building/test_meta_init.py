@@ -1,7 +1,5 @@
 """Values for models that were built without memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Which models keep samples apart that share a row, and that it makes no difference to loss and gradients there."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -15,16 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from automodel_ckpt.data.batches.packing import PackedDataset, RowLayout
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.loss.causal import next_token_loss
-from automodel_ckpt.models.attention.packing_probe import (
+from automodel_ckpt.models.attention.by_document import (
     keeps_samples_apart,
     padding_changes_outputs,
 )
-from automodel_ckpt.models.inspect.forward import (
+from automodel_ckpt.models.inspect.interface import (
     accepts_use_cache,
     attention_of,
     forward_parameters,
 )
-from automodel_ckpt.training.model.row_sharing import probe_with_masks
+from automodel_ckpt.training.model.sections import probe_with_masks
 from tests.support.models.sizes import model_sizes
 
 _SIZES = {

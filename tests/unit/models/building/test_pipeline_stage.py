@@ -1,7 +1,5 @@
 """Stages cut from a model compute, one after the other, what the whole model does, under the names of the whole."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processors with a part for videos are read without it where torchvision is missing, and are saved as they were."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Separate parameters that share memory are an error, unless none of them trains."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Vision-language models: their parts by name, and what their tensors are called in files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,12 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrain
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.hf_names import names_in_files
-from automodel_ckpt.models.inspect.vision import AutoMultimodalModel, image_token_ids, parameters_of
-from automodel_ckpt.models.layers.freezing import freeze
+from automodel_ckpt.models.inspect.interface import (
+    AutoMultimodalModel,
+    image_token_ids,
+    parameters_of,
+)
+from automodel_ckpt.models.model_checks import freeze
 from tests.support.models.vision import FAMILIES, make_base
 
 FEW_OF_FAMILIES = [

@@ -1,7 +1,5 @@
 """Which tensors a model takes from a source of weights, and what is refused by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from automodel_ckpt.errors import RecipeError

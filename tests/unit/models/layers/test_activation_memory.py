@@ -1,7 +1,5 @@
 """Activations that layers keep or recompute: the same gradients, and less memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which modules get an adapter, what peft is given for them, and what is refused by name."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +29,7 @@ from automodel_ckpt.models.layers.adapter_layers import find_modules
 from automodel_ckpt.models.layers.lora import Lora
 from automodel_ckpt.models.meta_init import InitialValues, allocate, initialise, on_meta
 from automodel_ckpt.models.quantize import check_quantization, type_beside_quantized
-from automodel_ckpt.training.watch.batch_errors import check_all_trained
+from automodel_ckpt.training.gradients import check_all_trained
 from tests.support.models.sizes import model_sizes
 
 

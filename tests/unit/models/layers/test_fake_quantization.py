@@ -1,7 +1,5 @@
 """Fake quantization: the grid of compressed-tensors, exact gradients, and models that cannot be quantized."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which layers become layers of torchao, what they compute, and errors."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

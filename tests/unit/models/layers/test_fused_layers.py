@@ -1,7 +1,5 @@
 """Parts of layers with fewer kernels: the same outputs and gradients, and less memory."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The Triton kernels of gated layers, beside float64. On a CPU they run in Triton's interpreter (`make kernels`)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

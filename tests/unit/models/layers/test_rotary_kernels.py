@@ -1,7 +1,5 @@
 """The Triton kernel of rotary embeddings, beside float64. On a CPU it runs in Triton's interpreter (`make kernels`)."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The operations of a model: against a hand count, and against what torch counts while it computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft
@@ -12,8 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from automodel_ckpt.models.layers.freezing import freeze
 from automodel_ckpt.models.measure.flop_count import FlopCount, count_flops, document_lengths
+from automodel_ckpt.models.model_checks import freeze
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from tests.support.models.experts import SIZES
 from tests.support.models.sizes import model_sizes

@@ -1,7 +1,5 @@
 """The chunked distillation loss against autograd on full logits."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -12,20 +10,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.loss import fused_cross_entropy
+from automodel_ckpt.models.loss import head_gradients
 from automodel_ckpt.models.loss.distillation_targets import (
     DistillationWeights,
     LogitTargets,
     TopTargets,
     top_of,
 )
-from automodel_ckpt.models.loss.fused_distillation import Distillation, rows_of_chunk
-from automodel_ckpt.models.loss.loss_inputs import (
+from automodel_ckpt.models.loss.fused_cross_entropy import (
     Labeled,
     LogitTransform,
     TokenHits,
     VocabularyPart,
 )
+from automodel_ckpt.models.loss.fused_distillation import Distillation, rows_of_chunk
 from tests.support import ranks
 
 N, H, V = 50, 8, 37
@@ -34,7 +32,7 @@ TRANSFORM = LogitTransform(1.5, 3.0)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_cross_entropy, "CHUNK_ELEMENTS", {"cpu": 4 * V * 7})
+    monkeypatch.setattr(head_gradients, "CHUNK_ELEMENTS", {"cpu": 4 * V * 7})
     assert rows_of_chunk("cpu", V) == 7
 
 

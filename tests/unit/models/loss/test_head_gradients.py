@@ -1,7 +1,5 @@
 """Errors that are stored until the backward pass, and become the weight's gradient: beside float64, on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,9 +8,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from automodel_ckpt.models.loss import fused_cross_entropy, head_gradients
-from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
-from automodel_ckpt.models.loss.head_memory import head_bytes
-from automodel_ckpt.models.loss.loss_inputs import LogitTransform, VocabularyPart
+from automodel_ckpt.models.loss.fused_cross_entropy import (
+    LogitTransform,
+    VocabularyPart,
+    linear_cross_entropy,
+)
+from automodel_ckpt.models.loss.head_gradients import head_bytes
 from tests.support import ranks
 
 HIDDEN = 16
@@ -27,7 +28,7 @@ def _stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fused_cross_entropy, "stores_errors", always)
     monkeypatch.setattr(fused_cross_entropy, "_FEW", 2**20)
-    monkeypatch.setattr(fused_cross_entropy, "CHUNK_ELEMENTS_STORED", 53 * 5)
+    monkeypatch.setattr(head_gradients, "CHUNK_ELEMENTS_STORED", 53 * 5)
     monkeypatch.setattr(head_gradients, "BLOCK_ELEMENTS", 16 * HIDDEN)
 
 
@@ -99,7 +100,7 @@ def test_the_forecast_of_its_memory_is_what_it_allocates(
     num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_gradients, "BLOCK_ELEMENTS", 512 * 64)
-    monkeypatch.setattr(fused_cross_entropy, "CHUNK_ELEMENTS_STORED", 8 * 20_000)
+    monkeypatch.setattr(head_gradients, "CHUNK_ELEMENTS_STORED", 8 * 20_000)
     weight = torch.randn(20_000, 64).requires_grad_()
     hidden = torch.randn(num, 64, requires_grad=True)
     targets = torch.zeros(num, dtype=torch.int64)

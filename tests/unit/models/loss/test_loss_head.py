@@ -1,7 +1,5 @@
 """The loss head gives the loss and gradients of full logits, and stays a plain layer for everything else."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,11 +13,15 @@ from torch import nn
 from automodel_ckpt.loss.causal import labelled_positions, next_token_loss
 from automodel_ckpt.models.layers.adapter import add_adapters
 from automodel_ckpt.models.layers.lora import Lora
-from automodel_ckpt.models.loss.fused_cross_entropy import CHUNK_ELEMENTS, linear_cross_entropy
-from automodel_ckpt.models.loss.head_memory import head_bytes
+from automodel_ckpt.models.loss.fused_cross_entropy import (
+    IDENTITY,
+    LogitTransform,
+    TokenHits,
+    ZLoss,
+    linear_cross_entropy,
+)
+from automodel_ckpt.models.loss.head_gradients import CHUNK_ELEMENTS, head_bytes
 from automodel_ckpt.models.loss.loss_head import LossHead, install_loss_head
-from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform, TokenHits
-from automodel_ckpt.models.loss.z_loss import ZLoss
 from tests.unit.models.building import test_packing_probe
 from tests.unit.models.building.test_packing_probe import build
 

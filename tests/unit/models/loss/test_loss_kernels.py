@@ -1,22 +1,25 @@
 """The Triton kernels of the loss head, beside float64. On a CPU they run in Triton's interpreter (`make kernels`)."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from automodel_ckpt.models.loss import fused_cross_entropy
+from automodel_ckpt.models.loss import head_gradients
 from automodel_ckpt.models.loss.fused_cross_entropy import (
-    CHUNK_ELEMENTS,
+    IDENTITY,
+    LogitTransform,
+    ZLoss,
     linear_cross_entropy,
     losses_and_errors,
 )
-from automodel_ckpt.models.loss.head_gradients import ErrorBlocks, ErrorPlace
-from automodel_ckpt.models.loss.loss_inputs import IDENTITY, KERNELS, LogitTransform
-from automodel_ckpt.models.loss.z_loss import ZLoss
+from automodel_ckpt.models.loss.head_gradients import (
+    CHUNK_ELEMENTS,
+    KERNELS,
+    ErrorBlocks,
+    ErrorPlace,
+)
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -139,7 +142,7 @@ def test_the_loss_of_chunks_has_the_gradients_of_float64(
     dtype: torch.dtype, transform: LogitTransform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CHUNK_ELEMENTS, DEVICE, 53 * 5)
-    monkeypatch.setattr(fused_cross_entropy, "_ROWS", 1)
+    monkeypatch.setattr(head_gradients, "_ROWS", 1)
     generator = torch.Generator().manual_seed(2)
     leaves, others = [], []
     for shape in ((12, 16), (53, 16), (53,)):

@@ -1,7 +1,5 @@
 """Multi-token prediction: which models and depths are supported, the labels of each depth, and names in files."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.loss.mtp_loss import labels_of_depths
+from automodel_ckpt.loss.causal import labels_of_depths
 from automodel_ckpt.models.hf_names import names_in_files
 from automodel_ckpt.models.loss.mtp import add_mtp, ahead, is_of_mtp, mtp_of, with_mtp_names
 from automodel_ckpt.models.loss.mtp_families import FAMILIES, MtpPlan, patterns_in_files, plan_mtp

@@ -1,7 +1,5 @@
 """Embeddings of texts from the hidden states of their tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,14 +1,12 @@
 """Losses of single positions, computed in chunks whose logits are computed again in the backward pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from automodel_ckpt.models.loss import fused_cross_entropy
-from automodel_ckpt.models.loss.loss_inputs import IDENTITY, Labeled, LogitTransform
+from automodel_ckpt.models.loss import head_gradients
+from automodel_ckpt.models.loss.fused_cross_entropy import IDENTITY, Labeled, LogitTransform
 from automodel_ckpt.models.loss.position_losses import position_losses
 
 
@@ -18,7 +16,7 @@ def test_losses_and_gradients_are_those_of_full_logits(
     monkeypatch: pytest.MonkeyPatch, transform: LogitTransform, num_positions: int
 ) -> None:
     # Four positions in a chunk.
-    monkeypatch.setitem(fused_cross_entropy.CHUNK_ELEMENTS, "cpu", 4 * 7)
+    monkeypatch.setitem(head_gradients.CHUNK_ELEMENTS, "cpu", 4 * 7)
     torch.manual_seed(0)
     layer = nn.Linear(5, 7)
     hidden = torch.randn(num_positions, 5, requires_grad=True)

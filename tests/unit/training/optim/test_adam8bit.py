@@ -1,7 +1,5 @@
 """AdamW with 8-bit moments: its table and its codes, the size of its state, and how close it stays to AdamW."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 On a CPU, it runs in Triton's interpreter (`make kernels`)."""
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any

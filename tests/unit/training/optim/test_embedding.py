@@ -1,7 +1,5 @@
 """The recipe ``embedding``: its losses are those of sentence-transformers, and its exports compute its embeddings."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

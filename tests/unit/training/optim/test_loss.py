@@ -1,7 +1,5 @@
 """The loss is a sum over labels, so that it does not matter how a global batch is cut up."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Schedules over the planned steps, and what they refuse."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +8,8 @@ import torch
 from transformers import TrainingArguments
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.optim.lr import build_schedule, current_rate, follow_schedule
+from automodel_ckpt.optim.build import current_rate
+from automodel_ckpt.optim.lr import build_schedule, follow_schedule
 
 
 def optimizer() -> torch.optim.Optimizer:

@@ -1,7 +1,5 @@
 """The jsonl logs: each step once, whatever was killed."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The default optimizer does what torch's does, and scales gradients as it reads them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.optim.build import FusedAdamW
-from automodel_ckpt.parallel.gradient_norm import clip_gradients
+from automodel_ckpt.parallel.gradients import clip_gradients
 
 
 def made() -> FusedAdamW:

@@ -1,7 +1,5 @@
 """The progress line on a terminal and elsewhere, and log records beside it."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

@@ -1,16 +1,16 @@
 """When a metric counts as improved, and what a saved state of early stopping may contain."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pytest
 
-from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
+from automodel_ckpt.config.keys.ranks_and_steps import EarlyStoppingConfig, StepSchedulerConfig
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.counters.rules import EarlyStopping, StoppingRule
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.measure.measurements import stopping_rule
 
 
 def test_it_states_why_the_run_ended() -> None:
@@ -19,6 +19,16 @@ def test_it_states_why_the_run_ended() -> None:
     stopping.note(6, {"val_loss": 1.75})
     expected = "early stopping: val_loss did not improve by more than 0.5 on 2 of step 4 in the last validation"
     assert stopping.reason() == expected
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [("val_perplexity", "min"), ("val_accuracy_a", "max"), ("eval_a", "max"), ("eval_loss", "min")],
+)
+def test_another_metric_than_the_best_one_has_a_known_direction(metric: str, mode: str) -> None:
+    section = StepSchedulerConfig(early_stopping=EarlyStoppingConfig(metric=metric))
+    rule = stopping_rule(RecipeConfig(step_scheduler=section))
+    assert rule is not None and rule.mode == mode
 
 
 @pytest.mark.parametrize(

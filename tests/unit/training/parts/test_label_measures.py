@@ -1,7 +1,5 @@
 """Measures of predictions, as scikit-learn and scipy compute them (tests/fixtures/classification)."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -11,11 +9,10 @@ import pytest
 import torch
 
 from automodel_ckpt.loss.causal import cross_entropy_sum
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import Sizes
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, Sizes
 from automodel_ckpt.recipes.sequence_classification import OBJECTIVES, SampleObjective
-from automodel_ckpt.training.measure.evaluation import EvaluationTotals
 from automodel_ckpt.training.model.trainable import Trainable
+from automodel_ckpt.training.values.records import EvaluationTotals
 
 RECORDED = json.loads(
     (Path(__file__).parents[3] / "fixtures/classification/measures.json").read_text()

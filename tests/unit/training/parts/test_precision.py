@@ -1,7 +1,5 @@
 """What null and auto mean in a recipe, by the type of the device; no test needs a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +8,7 @@ import pytest
 import torch
 
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import Sizes, share_out
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, Sizes, share_out
 from automodel_ckpt.parallel.precision import (
     float32_precision,
     resolve_precision,

@@ -1,7 +1,5 @@
 """The losses of the recipe pretrain are those of a plain loop: tests/fixtures/pretrain/make_losses.py recorded them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

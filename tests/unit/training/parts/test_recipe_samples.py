@@ -1,7 +1,5 @@
 """Sources with targets, and queries with documents, as samples: limits, start and end tokens, and batches."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

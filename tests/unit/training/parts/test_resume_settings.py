@@ -1,7 +1,5 @@
 """A real run that is resumed under another recipe: what applies, what is rejected, and what may be missing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The random state of a rank: restored exactly, different per rank, readable without running code."""
 
-from __future__ import annotations
-
 import random
 
 import numpy

@@ -1,12 +1,10 @@
 """``ckpt_every_steps: auto``."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 
-from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
+from automodel_ckpt.config.keys.ranks_and_steps import StepSchedulerConfig
 from automodel_ckpt.training.counters.rules import FIRST_STEPS, best_interval_seconds
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 

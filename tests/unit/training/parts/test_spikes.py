@@ -1,13 +1,11 @@
 """When a step is a spike, and what checkpoints store of it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import pytest
 
-from automodel_ckpt.config.keys.step_scheduler import OnSpikeConfig
+from automodel_ckpt.config.keys.ranks_and_steps import OnSpikeConfig
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.counters.rules import SpikeDetector
 

@@ -1,12 +1,10 @@
 """Cadence: what is validated and saved when, and that the last step is saved exactly once."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig as Settings
+from automodel_ckpt.config.keys.ranks_and_steps import StepSchedulerConfig as Settings
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 
 counts = st.none() | st.integers(1, 12)

@@ -1,13 +1,11 @@
 """Parameters without a gradient: the patterns to leave them out match no parameter that is used."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.watch.batch_errors import check_all_trained
+from automodel_ckpt.training.gradients import check_all_trained
 
 
 def model_of(used: list[str], unused: list[str]) -> nn.Module:

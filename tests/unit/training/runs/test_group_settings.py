@@ -1,7 +1,5 @@
 """Groups with their own optimizer: the settings that they take from the section, as the log states them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

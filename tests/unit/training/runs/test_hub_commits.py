@@ -1,7 +1,5 @@
 """The commits of what a recipe reads from the Hub: found wherever the recipe names something, recorded, used again."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import closing
@@ -116,6 +114,8 @@ def test_all_names_of_a_recipe_get_the_commits_of_the_first_start(
         words = f"tokenizer.from_pretrained: org/words at commit {head(hub, 'words')[:12]}"
         assert caplog.messages.count(words) == 1
         assert revisions(config) == asked
+        assert checkpointer.notes["base_commit"] == f"org/base@{head(hub, 'base', 'v1')}"
+        assert checkpointer.notes["base_revision"] == "v1"
         checkpointer.save({"model": nn.Linear(1, 1)}, step=1, epoch=0)
     for name in MODELS:
         for branch in ("main", "v1"):

@@ -1,7 +1,5 @@
 """Weights of ``init_from`` with other scales of adapters, or other values of tied tensors, are errors."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

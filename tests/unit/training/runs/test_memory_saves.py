@@ -1,7 +1,5 @@
 """When the state is copied to memory, and what a failure of that changes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which parameters get which optimizer and options: weight decay, groups of a recipe, several optimizers together."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a recipe of one's own may do with its attributes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +9,7 @@ import torch
 
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.optimizer import OptimizerConfig
-from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
+from automodel_ckpt.config.keys.ranks_and_steps import StepSchedulerConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training import recipe as recipe_module

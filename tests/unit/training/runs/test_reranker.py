@@ -1,7 +1,5 @@
 """The recipe ``reranker``: its losses are those of plain torch, and its exports compute the scores of training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The recipe ``seq2seq``: its losses are those of transformers, also of exports; texts and their limits; mistakes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

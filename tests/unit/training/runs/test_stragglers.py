@@ -1,7 +1,5 @@
 """Ranks that are slower than others: which are reported, with which numbers, and that noise is not."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from statistics import mean

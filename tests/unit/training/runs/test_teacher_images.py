@@ -1,7 +1,5 @@
 """Which settings of images a teacher must have in common with its student."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each key that a kind of training does not support is an error that names it, before data or models are read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

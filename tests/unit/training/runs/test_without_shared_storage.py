@@ -1,7 +1,5 @@
 """Recipes on nodes without shared storage: defaults are possible, and keys that need all files on a node are errors."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,20 +1,16 @@
-"""The positions of packed rows as the host knows them, so that it makes masks without waiting for the device.
-
-transformers reads the position ids of a row to find its samples, and :mod:`~automodel_ckpt.models.attention.documents`
-reads where they begin. On a GPU, each of these waits for all work that is queued. The GPU is then idle until the host
-has queued the next layers: for most of the update of the weights, if queueing a step takes longer than computing it.
-"""
+"""Positions of packed rows: as the host knows them, of image tokens, and as biases (T5)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import masking_utils
 
 from automodel_ckpt.base.device_copies import to_device
@@ -151,3 +147,53 @@ def _install() -> None:
         return on_device
 
     setattr(masking_utils, _FIND, find_known)
+
+
+PositionsOf = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+def rotary_positions(model: nn.Module) -> PositionsOf | None:
+    """Return a function that computes the positions [3, samples, L] of a padded batch.
+
+    transformers' models call it themselves for a batch with one sample per row, but not for rows with several samples.
+    Returns None when the positions are a text's positions.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "get_rope_index", None)
+        if callable(method):
+            return functools.partial(_positions, method, inspect.signature(method).parameters)
+    return None
+
+
+def _positions(
+    method: Callable[..., Any], names: Collection[str], batch: Mapping[str, Tensor]
+) -> Tensor:
+    """Call a model's ``get_rope_index`` with those tensors of a batch that it takes."""
+    positions: Tensor
+    positions, _ = method(**{name: tensor for name, tensor in batch.items() if name in names})
+    return positions
+
+
+_NAME = "relative_attention_bias"
+
+
+def lay_out_position_biases(model: nn.Module) -> int:
+    """Let *model* compute its position biases so that fused attention accepts them; returns the number of layers.
+
+    transformers gets the biases of all heads [1, H, Tq, Tk] by transposing what an embedding returns, [Tq, Tk, H]. A
+    row of such a view has gaps, and memory-efficient attention needs rows without gaps: PyTorch would compute plain
+    products, and keep the scores of all pairs in float32. Values and gradients are the same.
+    """
+    num_layers = 0
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == _NAME and isinstance(module, nn.Embedding):
+            module.register_forward_hook(_with_heads_first_in_memory)
+            num_layers += 1
+    return num_layers
+
+
+def _with_heads_first_in_memory(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """The biases [Tq, Tk, H] of an embedding, stored so that their transposition [H, Tq, Tk] is contiguous."""
+    if not isinstance(output, Tensor) or output.dim() != 3:
+        return output
+    return output.permute(2, 0, 1).contiguous().permute(1, 2, 0)

@@ -1,7 +1,8 @@
-"""InfoNCE (arXiv:1807.03748): each query has to find its document among the documents of all other pairs.
+"""Losses of texts that are ranked: of pairs by InfoNCE (arXiv:1807.03748), and of scores in lists (listwise softmax).
 
-Retrieval libraries call the loss multiple negatives ranking. The functions are pure: they get the embeddings of all
-ranks and return the values of this rank's pairs.
+In InfoNCE, each query has to find its document among the documents of all other pairs. Retrieval libraries call it
+multiple negatives ranking. The functions are pure: they get the embeddings of all ranks and return the values of this
+rank's pairs. In a list, the first score has to be the highest.
 """
 
 from __future__ import annotations
@@ -101,3 +102,25 @@ def _ranks(scores: Tensor, candidates: Candidates) -> Tensor:
     is_as_good = scores >= scores.gather(1, candidates.own.unsqueeze(1))
     # The own document is among them.
     return (is_as_good & ~candidates.hides_documents).sum(dim=1)
+
+
+def listwise_losses(scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss [Q] of each list, and the rank [Q] of its first score, from 1.
+
+    *scores* [R] has the lists one after another, *counts* [Q] the lengths of the lists. The loss is the
+    cross-entropy of choosing the first one by a softmax over the list. An equal score counts as a better one, so that
+    equal scores are never right.
+    """
+    # Computed where the counts are, on the host: a GPU would have to finish its work first, and again in the backward
+    # pass of a mask.
+    counts = counts.cpu()
+    longest = int(counts.max()) if len(counts) else 1
+    number = torch.arange(len(counts)).repeat_interleave(counts)
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    position = torch.arange(len(number)) - first
+    places = (number * longest + position).to(scores.device)
+    empty = scores.new_full((len(counts) * longest,), -torch.inf)
+    lists = empty.index_copy(0, places, scores).view(-1, longest)
+    losses = lists.logsumexp(dim=1) - lists[:, 0]
+    ranks = (lists.detach() >= lists.detach()[:, :1]).sum(dim=1)
+    return losses, ranks
