@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -359,9 +360,18 @@ def _publish(staging: Path, target: Path, log: Log) -> None:
     fsync_directories(staging)
     if not os.path.lexists(target):
         os.rename(staging, target)
-    elif not commit.exchange(staging, target):
+        undo: Callable[[], object] = partial(os.rename, target, staging)
+    elif commit.exchange(staging, target):
+        undo = partial(commit.exchange, staging, target)
+    else:
         _replace_with_gap(staging, target, log)
-    fsync_directory(target.parent)
+        return
+    try:
+        fsync_directory(target.parent)
+    except OSError:
+        # What has the staging directory's name is deleted next: it must not be an old export that is still needed.
+        undo()
+        raise
 
 
 def _replace_with_gap(staging: Path, target: Path, log: Log) -> None:

@@ -80,8 +80,10 @@ def test_an_export_with_a_failing_call_leaves_a_complete_one(tmp_path: Path, cal
     slices = [each for name, tensor in tensors.items() for each in cut(name, tensor, 2)]
     write_checkpoint(tmp_path, tensors, slices)
     output = consolidate(tmp_path).output
+    before = output.stat().st_ino
     for _, is_exported in each_failure(call, lambda _: consolidate(tmp_path, num_threads=2)):
         found = load_file(output / "model-00001-of-00001.safetensors")
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
         assert not [path for path in output.parent.iterdir() if path.name.startswith(".")]
-        assert not is_exported
+        # The error says that nothing was changed: it is the export of before.
+        assert not is_exported and output.stat().st_ino == before
