@@ -271,6 +271,10 @@ class Recipe(RecipeParts):
     name is in the set ``untracked``. To add your own, extend :meth:`build`.
     """
 
+    loop_class: type[TrainingLoop] = TrainingLoop
+    """What takes the steps, validates, and ends the run."""
+    loop: TrainingLoop
+
     def setup(self) -> None:
         """Join the ranks, build everything, and load the checkpoint to resume from.
 
@@ -282,6 +286,13 @@ class Recipe(RecipeParts):
         doing = "while the model and the optimizer were built and loaded"
         with BatchErrors(self.config, self.layout).out_of_memory(doing):
             self._build_and_resume()
+
+    def takes_own_steps(self) -> bool:
+        return self.loop_class.train_step is not TrainingLoop.train_step
+
+    def build_loop(self) -> TrainingLoop:
+        """Build the object that takes the steps. Give a loop of your own what else it needs by extending this."""
+        return self.loop_class(self)
 
     def _build_and_resume(self) -> None:
         check_parallelism(parallelism(self.config.distributed), self.layout)

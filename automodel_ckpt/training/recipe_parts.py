@@ -1,7 +1,7 @@
 """The parts of a run that a recipe builds: its data, its model, what updates it, and what saves and exports it.
 
-:mod:`.model.trainable` builds a model, :mod:`.parts.objective` computes its loss, :mod:`.loop` takes the steps,
-:mod:`.saves.saves` decides about checkpoints, :mod:`.values.run_log` writes logs.
+:mod:`.model.trainable` builds a model, :mod:`.parts.objective` computes its loss, :mod:`.saves.saves` decides about
+checkpoints, :mod:`.values.run_log` writes logs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.ranks.agree import gather_objects
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.measure.measurements import build_step_scheduler, steps_per_epoch
 from automodel_ckpt.training.model.sections import (
     ModelRequest,
@@ -88,8 +87,6 @@ class RecipeParts:
     """Whether the collator gets, before the samples of a micro-batch, the one before them in the global batch."""
     objective_class: type[Objective] = Objective
     """What computes the loss of a micro-batch."""
-    loop_class: type[TrainingLoop] = TrainingLoop
-    """What takes the steps, validates, and ends the run."""
     saves_class: type[Saves] = Saves
     """What saves and exports, and handles failed saves."""
     unsupported: ClassVar[Sequence[Unsupported]] = ()
@@ -128,7 +125,6 @@ class RecipeParts:
     rng: StatefulRNG
     objective: Objective
     saves: Saves
-    loop: TrainingLoop
 
     def __init__(self, config: RecipeConfig, *, config_yaml: str) -> None:
         """*config_yaml* is the text of the resolved recipe, which each checkpoint contains."""
@@ -291,18 +287,21 @@ class RecipeParts:
 
             pipeline.check_no_idle_stages(trained_parameters([self.model]), layout)
             add_up = partial(pipeline.sum_over_stages, layout)
-        takes_own_steps = self.loop_class.train_step is not TrainingLoop.train_step
         optimizer, labels = build_optimizer(
             self.config.optimizer,
             self.model,
             add_up=add_up,
-            takes_own_steps=takes_own_steps,
+            takes_own_steps=self.takes_own_steps(),
             width_factor=self.width_factor(),
         )
         if layout.in_stages and not self.is_dry_run:
             pipeline.train_stages(optimizer, self.model, layout)
         log_groups(optimizer, labels)
         return optimizer
+
+    def takes_own_steps(self) -> bool:
+        """Whether other code than the loop's calls the optimizer."""
+        return False
 
     def width_factor(self) -> float:
         """What the learning rates of matrices are multiplied by, for a recipe with learning rates by width."""
@@ -326,7 +325,7 @@ class RecipeParts:
         """Build the ``loss_fn`` section; cross-entropy without it."""
         return build_loss_fn(self.config.loss_fn, self.layout.device)
 
-    # ---------------------------------------------------------------- the objective and the loop
+    # ---------------------------------------------------------------- the objective
 
     @property
     def section(self) -> Any:
@@ -347,10 +346,6 @@ class RecipeParts:
         if self.model_config is not None:
             objective.limits = (self.model_config, self.step_scheduler)
         return objective
-
-    def build_loop(self) -> TrainingLoop:
-        """Build the object that takes the steps. Give a loop of your own what else it needs by extending this."""
-        return self.loop_class(self)
 
     def other_models(self) -> Sequence[nn.Module]:
         """List the models that are in memory in addition to the trained one, for the forecast of a dry run."""

@@ -32,8 +32,7 @@ from automodel_ckpt.training.forecast.rank_parts import (
 )
 from automodel_ckpt.training.forecast.step_trace import checkpointing
 from automodel_ckpt.training.measure.measurements import steps_per_epoch
-from automodel_ckpt.training.recipe import check_classes
-from automodel_ckpt.training.recipe_parts import RecipeParts
+from automodel_ckpt.training.recipe import Recipe, check_classes
 from automodel_ckpt.training.saves.checkpointing import check_export, check_uploads
 from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
 
@@ -229,7 +228,7 @@ def _build_without_weights(recipe: Any, sizes: Sizes, device: ForecastDevice) ->
     # No process group: collectives return this rank's own values.
     # Nothing is allocated on the device, but it decides about data types.
     recipe.layout = RankLayout(0, sizes, 0, torch.device(device.type), None)  # type: ignore[arg-type]
-    check_classes(recipe, RecipeParts)
+    check_classes(recipe, Recipe)
     recipe.config = resolve_precision(recipe.config, sizes, device.type)
     recipe.check_measurements()
     check_uploads(recipe.config)
