@@ -185,7 +185,7 @@ class CheckpointCallback(TrainerCallback):
         checkpointer.load({name: found[name] for name in found if name not in self._unknown_there})
         self._remove_resume_directory()
         self._restore_callbacks(state.stateful_callbacks)
-        if state.global_step >= state.max_steps or self._is_stopped_early():
+        if state.global_step >= state.max_steps or _is_stopped_early(self._trainer):
             # The Trainer would make one more step within the epoch.
             self._trainer._run_epoch = lambda **_: None
             control.should_training_stop = True
@@ -275,7 +275,7 @@ class CheckpointCallback(TrainerCallback):
     def _restore_callbacks(self, states: Mapping[str, list[dict[str, Any]]]) -> None:
         """Restore the callbacks that have state. *states* has a list for each name of a class."""
         remaining = {name: list(each) for name, each in states.items()}
-        for callback in self._exportable_callbacks():
+        for callback in _exportable_callbacks(self._trainer):
             if saved := remaining.get(type(callback).__name__):
                 for name, value in saved.pop(0)["attributes"].items():
                     setattr(callback, name, value)
@@ -291,18 +291,6 @@ class CheckpointCallback(TrainerCallback):
                 "derive their classes from transformers.trainer_callback.ExportableState"
             )
             log.warning(message, ", ".join(new))
-
-    def _is_stopped_early(self) -> bool:
-        return any(
-            isinstance(callback, EarlyStoppingCallback)
-            and callback.early_stopping_patience_counter >= callback.early_stopping_patience
-            for callback in self._exportable_callbacks()
-        )
-
-    def _exportable_callbacks(self) -> list[Any]:
-        """The callbacks whose state a checkpoint has."""
-        callbacks = self._trainer.callback_handler.callbacks
-        return [callback for callback in callbacks if isinstance(callback, ExportableState)]
 
     def _load_best(self, model: Any, directory: Path) -> None:
         """Load the weights of the best checkpoint in *directory* into *model*."""
@@ -384,7 +372,7 @@ class CheckpointCallback(TrainerCallback):
     def _state_text(self, state: Any) -> str:
         """The TrainerState as JSON, with the present state of the callbacks that have state."""
         callbacks: dict[str, Any] = {}
-        for callback in self._exportable_callbacks():
+        for callback in _exportable_callbacks(self._trainer):
             callbacks.setdefault(type(callback).__name__, []).append(callback.state())
         values = dataclasses.asdict(dataclasses.replace(state, stateful_callbacks=callbacks))
         return json.dumps(values)
@@ -442,3 +430,17 @@ def _check(trainer: Any) -> None:
             value="save_strategy=best",
             hint="use save_strategy='steps' and load_best_model_at_end=True: LOWEST_VAL is the best checkpoint",
         )
+
+
+def _is_stopped_early(trainer: Any) -> bool:
+    return any(
+        isinstance(callback, EarlyStoppingCallback)
+        and callback.early_stopping_patience_counter >= callback.early_stopping_patience
+        for callback in _exportable_callbacks(trainer)
+    )
+
+
+def _exportable_callbacks(trainer: Any) -> list[Any]:
+    """The callbacks with state that a checkpoint has."""
+    callbacks = trainer.callback_handler.callbacks
+    return [callback for callback in callbacks if isinstance(callback, ExportableState)]
