@@ -111,7 +111,7 @@ def train(
 ) -> TrainingResult:
     """Train with a recipe in this process, from its newest checkpoint if there is one, and return the trained model.
 
-    *recipe* and *overrides* are those of :func:`load_recipe`; a recipe that is loaded already takes no overrides.
+    *recipe* and *overrides* are as in :func:`load_recipe`; a recipe that is loaded already takes no overrides.
     *trust* names packages and files whose code the recipe may use, as ``--trust``. This process is one rank: under
     torchrun, each process calls this function. Ctrl-C and SIGTERM, in the main thread, save and end the run after the
     current step; a second Ctrl-C raises KeyboardInterrupt. If a step hangs (section ``hangs``) and torchrun has

@@ -280,7 +280,7 @@ _THREADS = _Limit(
 _MEMORY = _Limit(
     "out of memory: the system refused to allocate more",
     (_MEMORY_LIMIT,),
-    "raise the memory limit (ulimit -v, or that of the job or container), or use less: a smaller local batch, fewer "
+    "raise the memory limit (ulimit -v, or the job's or container's), or use less: a smaller local batch, fewer "
     "workers or threads",
 )
 _DEVICE_MEMORY = _Limit(
@@ -292,7 +292,7 @@ _DEVICE_MEMORY = _Limit(
 _FILE_SIZE = _Limit(
     "the file is larger than the limit on file sizes",
     ((resource.RLIMIT_FSIZE, "ulimit -f", 1024),),
-    "raise the limit on file sizes (ulimit -f unlimited, or that of the job); if it is unlimited, use a file system "
+    "raise the limit on file sizes (ulimit -f unlimited, or the job's); if it is unlimited, use a file system "
     "that allows larger files",
 )
 # CPython and torch raise RuntimeError without an errno for these: only the text shows the limit.

@@ -131,7 +131,7 @@ def image_answers(
 
     The image (a path, bytes, or an image column of ``datasets``; a list is several images) is in the column
     *image_field* (default: ``image``), the answer in *answer_field* (default: ``answer``). The question is the text
-    *prompt* (default: ``Describe this image.``), or that of the column *prompt_field*. With *answer_format*
+    *prompt* (default: ``Describe this image.``), or the text of the column *prompt_field*. With *answer_format*
     ``json_tokens``, the answer is an object, or its JSON text, which becomes the token sequence of Donut and CORD.
 
     A *preset* gives the path and the columns of a data set of the Hub: ``medpix`` (mmoukouba/MedPix-VQA), ``cord_v2``
@@ -192,7 +192,7 @@ def transcripts(
     """Make one sample per row of a table for speech recognition: an audio, and its transcript with labels.
 
     The audio (a path, bytes, or an audio column of ``datasets``) is in the column *audio_field*, the transcript in
-    *text_field*. The question is the text *prompt*, that of the column *prompt_field*, or only the audio. It is written
+    *text_field*. The question is *prompt*, the text of the column *prompt_field*, or only the audio. It is written
     before the audio, or after it without *prompt_first*. *system_prompt*, if there is one, is the first message.
 
     Before training, rows are left out whose transcript is empty (with *skip_empty*), or whose audio is shorter than

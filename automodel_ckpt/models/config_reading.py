@@ -52,7 +52,7 @@ _OTHER_KEYS = {
     "vocab_size": "set model.vocab_size instead, which resizes the embedding",
     "model_type": "name another model in model.from_pretrained",
     "architectures": "name another model in model.from_pretrained",
-    "auto_map": "the code of a model is that of its repository",
+    "auto_map": "a model's code comes from its repository",
     "quantization_config": "set peft.quantize_base to quantize; quantized files need no setting",
 }
 """Settings that are not overridden, and what to do instead."""

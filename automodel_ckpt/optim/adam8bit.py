@@ -336,7 +336,7 @@ def update_blocks(
 ) -> None:
     """Update blocks [n, block] of a parameter in place, their codes [n, block] and their scales [n, 1].
 
-    *rows* are the parameter, its gradient, the codes of both moments, and their scales. *tables* are those of both
+    *rows* are the parameter, its gradient, the codes of both moments, and their scales. *tables* are the values of both
     moments, [256] each. *further_bits* [n, block] are the parameter's.
     """
     parameter, gradient, average_codes, square_codes, average_scales, square_scales = rows

@@ -246,7 +246,7 @@ class ExportManifest:
             raise unusable(
                 f"the export's manifest does not match the tensor {tensor.fqn!r}",
                 self.directory / name,
-                "its byte ranges are not those of the file's header",
+                "its byte ranges differ from the file's header",
                 _hint(self.directory),
             )
         return replace(tensor, slices=tuple(slices))

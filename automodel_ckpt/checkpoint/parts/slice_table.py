@@ -166,7 +166,7 @@ class SliceTable:
         too_large = np.any(segments["file"][is_in_file] >= len(self.files))
         num_rows = int(segments["rows"].astype(np.int64).sum())
         if too_large or np.any(is_in_file != expected) or num_rows != self.num_rows:
-            raise self.damaged("its segments are not those of the tensors")
+            raise self.damaged("its segments are not the tensors'")
         return segments
 
     def byte_ranges(self) -> Iterator[tuple[str, int, int]]:

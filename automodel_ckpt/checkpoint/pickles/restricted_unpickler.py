@@ -57,7 +57,7 @@ _DATA_OPCODES = (
 class RestrictedUnpickler(_PythonUnpickler):  # type: ignore[misc]
     """Runs a pickle program with a limited set of instructions.
 
-    A subclass lists further opcodes in *extra_opcodes* and implements those of :meth:`find_class`,
+    A subclass lists further opcodes in *extra_opcodes* and implements the ones of :meth:`find_class`,
     :meth:`persistent_load`, :meth:`call`, :meth:`build` and :meth:`fill` that it needs; the others reject. Each raises
     :class:`Fault` for what it does not allow. :meth:`load` also raises whatever a damaged program makes Python's reader
     raise (any Exception).

@@ -118,7 +118,7 @@ class Lease:
         if os.getpid() != self._process:
             # The child of a fork has a copy of this object, and the parent still writes.
             raise LeaseLost(
-                "this process was forked from that of the run, which alone may write in its directory",
+                "this process was forked from the run's process, which alone may write in its directory",
                 where=self._path.parent,
                 value=f"process {os.getpid()}, a child of {self._process}",
                 hint="save in the process that created the Checkpointer",

@@ -161,7 +161,7 @@ def _empty_leaf(stored: Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if is_sharded(parameter) and stored.shape:
         raise unusable(
-            "it is not known how to shard this state of an optimizer, whose shape is not that of the parameter",
+            "it is not known how to shard this state of an optimizer, which does not have the parameter's shape",
             stored.fqn,
             f"{list(stored.shape)}, of a sharded parameter of {list(parameter.shape)}",
             "set distributed.strategy to ddp, which shards nothing (torch.optim.Adafactor needs that); an "

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _WRITTEN = ("license", "eval")
 _FACTS = """
 --base-model ORG/NAME | name of the base model on the Hub, if it was in a local directory
---license ID          | license, instead of that of the base
+--license ID          | license, instead of the base's
 --eval repeat FILE    | results of `ckpt eval --json` for the card; can be repeated
 """
 PUSH_OPTIONS = f"""

@@ -21,7 +21,7 @@ _THREADS = """
 """
 USAGE_PUSH = f"""
 Upload a checkpoint with its exports to an object store, or its model to the Hugging Face Hub, where it is complete or
-absent. An interrupted upload is continued. Credentials are those of the environment (for the Hub, `hf auth login`).
+absent. An interrupted upload is continued. Credentials come from the environment (for the Hub, `hf auth login`).
 
 path PATH                 | a checkpoint, a pointer, or a run (its newest checkpoint)
 url URL                   | {_URL}; or hub:ORG/NAME for an export or adapter with its model card
@@ -33,7 +33,7 @@ url URL                   | {_URL}; or hub:ORG/NAME for an export or adapter wit
 USAGE_PULL = f"""
 Download a checkpoint with its exports from an object store into a run directory, or a model from the Hugging Face Hub,
 and verify it. It appears there when it is complete. An interrupted download from the Hub is continued. A run directory
-without logs gets those of the run.
+without logs gets the run's.
 
 url URL         | {_URL}, or a checkpoint or pointer in it; or hub:ORG/NAME@REVISION
 directory ? DIR | run directory, or directory of the model (default: the last name in the URL)

@@ -237,7 +237,7 @@ _TOKENIZERS = (
     Exact("transformers.AutoTokenizer.from_pretrained", _TEXT_LOADING),
     Exact("automodel_ckpt.examples.data.python_docs.train_tokenizer"),
 )
-# Processors read from a directory or the Hub, never with code from there; those of our examples.
+# Processors read from a directory or the Hub, never with code from there; our examples' too.
 _PROCESSORS = (
     Exact(
         "transformers.AutoProcessor.from_pretrained",

@@ -241,6 +241,6 @@ class HubConfig:
     base_model: str | None = setting(None, REPOSITORY)
     """Name of the base model on the Hub for the card, if from_pretrained is a local directory."""
     license: str | None = setting(None, NOT_EMPTY)
-    """License of the model for the card; null: that of the base model."""
+    """License of the model for the card; null: the base model's."""
     required: bool = False
     """End the run with an error if the last upload failed; false: with a warning."""

@@ -132,7 +132,7 @@ class DPOConfig:
     beta: float = setting(0.1, POSITIVE)
     """How strongly the policy is kept near the reference model. With loss ipo, the tau of its paper."""
     loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
-    """Loss of a pair: that of DPO (sigmoid), of IPO (arXiv:2310.12036, over mean log-probabilities of tokens), of SLiC
+    """Loss of a pair: DPO's (sigmoid), IPO's (arXiv:2310.12036, over mean log-probabilities of tokens), of SLiC
     (hinge, arXiv:2309.06657), or of robust DPO (robust, arXiv:2403.00409)."""
     label_smoothing: float = setting(0.0, _BELOW_HALF)
     """Probability that a preference is wrong, for the losses sigmoid and robust."""
@@ -176,11 +176,11 @@ class EmbeddingConfig:
     temperature: float = setting(0.05, POSITIVE)
     """Similarities are divided by this number before the softmax."""
     symmetric: bool = False
-    """Average the loss with that of finding the query of each document among all queries."""
+    """Average the loss with the loss of finding the query of each document among all queries."""
     negatives: Literal["global_batch", "micro_batch", "own"] = "global_batch"
-    """Whose texts are the negatives of a pair. global_batch: those of the whole global batch, so that the loss depends
+    """Whose texts are the negatives of a pair. global_batch: all texts of the global batch, so that the loss depends
     neither on accumulation nor on the number of ranks; accumulation then costs a second forward pass. micro_batch:
-    those of one micro-batch of each rank. own: only the negatives in the row of the pair."""
+    the texts of one micro-batch of each rank. own: only the negatives in the row of the pair."""
     hide_equal_texts: bool = True
     """Pairs with an equal query or document are not negatives of each other."""
     query_prompt: str = ""

@@ -54,7 +54,7 @@ class ModelConfig:
     """Allow the model's repository to supply its code, for types that transformers does not include. Has an effect only
     with --trust trust_remote_code on the command line."""
     config_overrides: dict[str, Any] = field(default_factory=dict)
-    """Settings that replace those of the model's config.json, such as {text_config: {attention_dropout: 0.1}}."""
+    """Settings that replace settings of the model's config.json, such as {text_config: {attention_dropout: 0.1}}."""
     dtype: Literal["float32", "bfloat16", "float16", "float64", "auto"] | None = None
     """Data type of the parameters; auto: the type in the model's config.json; null: float32, except that a frozen base
     (peft) on a GPU is kept in 16 bits."""
@@ -219,11 +219,11 @@ class PeftConfig:
     init: Literal["default", "gaussian", "orthogonal"] = "default"
     """Initialization of the adapters. With default and gaussian the initial output equals the base's."""
     bias: Literal["none", "all", "lora_only"] = "none"
-    """Biases of the base to train: none, all, or those of adapted layers (lora_only)."""
+    """Biases of the base to train: none, all, or the adapted layers' (lora_only)."""
     ensure_weight_tying: bool = True
     """Keep a tied embedding and output layer tied if one is in modules_to_save; false: allow LoRA on either."""
     dtype: Literal["float32", "base"] = "float32"
-    """Data type of the adapters; base: that of the base model."""
+    """Data type of the adapters; base: the base model's."""
     base_dir: str | None = None
     """With model.from_config: the directory where the first start writes the randomly initialized base."""
     quantize_base: Literal["nf4", "fp4", "int8"] | None = None

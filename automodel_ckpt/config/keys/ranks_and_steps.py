@@ -203,8 +203,8 @@ class OnSpikeConfig:
     """Go back to the state of N steps before the spike: load the newest checkpoint before, and repeat the steps up to
     there."""
     skip: int | None = setting(None, AT_LEAST_1)
-    """Batches that are then left out, in addition to those of earlier spikes; null: as many as rollback, so that the
-    last one is that of the spike."""
+    """Batches that are then left out, in addition to batches of earlier spikes; null: as many as rollback, so that the
+    last one is the batch of the spike."""
     loss_factor: float | None = setting(2.0, ABOVE_1)
     """A loss above this times the median of the window is a spike; null: no limit, for losses that approach or cross
     zero (DPO's robust and hinge)."""

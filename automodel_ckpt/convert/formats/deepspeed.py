@@ -170,7 +170,7 @@ def _rank_files(tag: Path) -> tuple[dict[int, str], dict[int, str], bool]:
         other = files[match[3]].setdefault(int(match[1] or 0), name)
         if other != name:
             raise unusable(
-                f"two files claim to be those of rank {int(match[1] or 0)}", tag, f"{other}, {name}"
+                f"two files claim to belong to rank {int(match[1] or 0)}", tag, f"{other}, {name}"
             )
         is_partitioned |= match[3] == "model" and match[1] is not None
     model, optimizer = files["model"], files["optim"]

@@ -151,6 +151,6 @@ def _mismatches(where: str) -> AbstractContextManager[None]:
     """Report a fault in the block as one of the tensors in *where*."""
     return faults_of(
         Path(where),
-        "the tensors are not those of the model",
+        "the tensors are not the model's",
         "use the config.json of the same model, and the converter of its model type",
     )

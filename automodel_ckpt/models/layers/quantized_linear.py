@@ -1,6 +1,6 @@
 """Frozen linear layers with weights in 4 bits (QLoRA), each in one tensor of bytes that is sharded like any other.
 
-The values are those of bitsandbytes with double quantization, so that a base that transformers quantizes is the same.
+The values are bitsandbytes' with double quantization, so that a base that transformers quantizes is the same.
 A block of 64 values has a scale, and 256 scales have one. fsdp2 divides the bytes anywhere and gathers them before they
 are used, so that the blocks do not depend on the number of ranks.
 Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv:2305.14314.

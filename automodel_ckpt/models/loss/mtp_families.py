@@ -104,7 +104,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe_lite": Family(
         _names_after_the_layers, {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}
     ),
-    # Its layers are those of mtp_layers_block_type in the config.
+    # The config's mtp_layers_block_type lists its layers.
     "nemotron_h": Family(_names_of_nemotron, {}),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_5,

@@ -175,7 +175,7 @@ def _model_of(path: Path, header: GgufHeader) -> GgufModel:
         shapes.pop(_FACTORS, None)
         fault = name_faults({tensor.name: tensor.shape for tensor in model.tensors()}, shapes)
     if fault is not None:
-        raise NotConvertible("the tensors are not those of the architecture", fault)
+        raise NotConvertible("the tensors are not the architecture's", fault)
     return model
 
 

@@ -171,4 +171,4 @@ def _llama_3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> V
         pairs = zip(Positions(theta, scaling).factors(head_dim), factors, strict=True)
         if all(math.isclose(one, other, rel_tol=1e-5) for one, other in pairs):
             return scaling
-    raise NotConvertible("the scaling of positions is not that of Llama 3.1", "rope_freqs.weight")
+    raise NotConvertible("the scaling of positions is not Llama 3.1's", "rope_freqs.weight")

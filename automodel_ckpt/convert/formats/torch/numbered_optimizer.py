@@ -180,7 +180,7 @@ def _names(
         names_from = BY_DECAY
     if sizes != [len(names) for names in expected]:
         raise unusable(
-            "the optimizer numbers its parameters, and they are not those of the model in a usual order",
+            "the optimizer numbers its parameters, and they are not the model's in a usual order",
             path,
             f"groups of {sizes} parameters; the model has {len(model)}",
             "use the config.json of the model that was trained. If parameters were frozen or in other groups: "

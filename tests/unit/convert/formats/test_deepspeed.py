@@ -158,7 +158,7 @@ def swap(directory: Path) -> None:
         (
             "stage1-float32",
             touching("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-            "two files claim to be those of rank 0",
+            "two files claim to belong to rank 0",
         ),
         (
             "stage1-float32",

@@ -62,7 +62,7 @@ def test_an_alias_of_a_setting_replaces_what_the_file_calls_otherwise() -> None:
         ({"tie_word_embeddings": 1}, "expected bool"),
         ({"hidden_size": 15}, "transformers rejects this configuration"),
         ({"dtype": "bfloat16"}, "set model.dtype instead"),
-        ({"auto_map": {"AutoConfig": "evil.Config"}}, "the code of a model is that of its repo"),
+        ({"auto_map": {"AutoConfig": "evil.Config"}}, "a model's code comes from its repo"),
         ({"_attn_implementation": "owner/kernel"}, "no setting"),
     ],
 )
