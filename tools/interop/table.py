@@ -87,7 +87,7 @@ PROGRAMS = {
     ),
     "modelopt": Program(
         "NVIDIA ModelOpt",
-        "its checkpoints of 1, 2 and 4 ranks are read, and written equally",
+        "its checkpoints of 1, 2 and 4 ranks are written equally; those of 1 rank are read",
         ("nvidia-modelopt", "transformers"),
         (TORCH, f"{TORCH} nvidia-modelopt==0.47.0 {_TRANSFORMERS} requests"),
     ),

@@ -28,6 +28,8 @@ def test_a_run_with_seven_saves_prints_thirty_lines_in_a_pipe(
     )
     assert done.returncode == 0, done.stderr
     printed = (done.stdout + done.stderr).splitlines()
+    # Another test may be preparing the same data.
+    printed = [line for line in printed if " waiting until another process " not in line]
     assert len(printed) <= 30, done.stderr
     text = "\n".join(printed)
     steps = [int(number) for number in re.findall(r" step +(\d+)/60  epoch", text)]
