@@ -1,10 +1,11 @@
-"""Durable files and directories: fsync, complete writes and atomic replacement, and walks that miss no directory. Also
-which process owns something temporary, the proof that it has ended, and types of file systems.
+"""Durable files and directories, the owners of temporary ones, and the file systems that they are on.
 
-Two proofs count. The lock is shared and free: the owner had the same boot of the same kernel and the same mounted file
-system, and this process can lock what the owner had locked. Or the owner's process is gone from this process namespace.
-A free lock alone proves nothing: other nodes and other mounts may not share locks. A temporary name ends in 32
-hexadecimal digits, from :func:`owner_digits`, that say who made it. Imports nothing of the package.
+Durable: fsync, complete writes, atomic replacement, and walks that miss no directory. A temporary file or directory is
+a leftover when its owner has ended. Two proofs count. The lock is shared and free: the owner had the same boot of the
+same kernel and the same mounted file system, and this process can lock what the owner had locked. Or the owner's
+process is gone from this process namespace. A free lock alone proves nothing: other nodes and other mounts may not
+share locks. A temporary name ends in 32 hexadecimal digits, from :func:`owner_digits`, that say who made it. Imports
+nothing of the package.
 """
 
 from __future__ import annotations
@@ -117,6 +118,9 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync_directory(path.parent)  # makes the rename durable
 
 
+# ---------------------------------------------------------------- owners of temporary files
+
+
 ABANDONED_SECONDS = 86400.0
 """If the owner of a leftover cannot be determined (another node, before a restart), the leftover is removed when
 untouched for a day."""
@@ -208,8 +212,8 @@ def owned(path: Path) -> Iterator[None]:
 def is_abandoned(path: Path, *, after_seconds: float = ABANDONED_SECONDS) -> bool:
     """Whether the process that made something temporary has ended.
 
-    For certain, or as far as can be determined: what a process on
-    another node, or before a restart, has made counts when it was not touched for *after_seconds*. Raises OSError.
+    For certain, or as far as can be determined: what a process on another node, or before a restart, has made counts
+    when it was not touched for *after_seconds*. Raises OSError.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -254,6 +258,9 @@ def untouched_seconds(path: Path) -> float:
             with contextlib.suppress(FileNotFoundError):
                 newest = max(newest, os.lstat(os.path.join(parent, name)).st_mtime)
     return time.time() - newest
+
+
+# ---------------------------------------------------------------- file systems
 
 
 _MOUNTS = Path("/proc/self/mountinfo")

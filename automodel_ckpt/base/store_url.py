@@ -1,7 +1,7 @@
 """URLs of object stores: which ones are accepted, what they need, and how they are shown without credentials.
 
-If a run's directory is a URL, the run writes to a local directory (:func:`scratch_directory`) in the user's cache. Its
-checkpoints are uploaded from there.
+If a run's directory is a URL, the run writes to a local directory (:func:`scratch_directory`) in the user's cache
+(:func:`cache_directory`). Its checkpoints are uploaded from there.
 """
 
 from __future__ import annotations
@@ -19,40 +19,6 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from automodel_ckpt.errors import RecipeError
-
-
-def cache_directory() -> Path:
-    """The cache of the user: ``$AUTOMODEL_CKPT_CACHE`` if set, otherwise ``~/.cache/automodel_ckpt``.
-
-    For a user without a writable home, as in containers, it is a directory in the temporary directory.
-    Raises PermissionError if that directory belongs to another user.
-    """
-    named = os.environ.get("AUTOMODEL_CKPT_CACHE")
-    if named:
-        return Path(named).expanduser()
-    home = Path(os.path.expanduser("~/.cache/automodel_ckpt"))
-    # expanduser() returns the text unchanged for a user without a home.
-    if home.is_absolute() and _can_be_written(home):
-        return home
-    return _temporary()
-
-
-def _can_be_written(directory: Path) -> bool:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(directory, os.W_OK | os.X_OK)
-
-
-def _temporary() -> Path:
-    directory = Path(tempfile.gettempdir()) / f"automodel_ckpt-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    # Another user may have created the directory, or a link with its name, to control the data that is trained on.
-    if directory.lstat().st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "it belongs to another user", str(directory))
-    return directory
-
 
 T = TypeVar("T")
 
@@ -200,13 +166,47 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
         )
 
 
+# ---------------------------------------------------------------- local directories
+
+
+def cache_directory() -> Path:
+    """The cache of the user: ``$AUTOMODEL_CKPT_CACHE`` if set, otherwise ``~/.cache/automodel_ckpt``.
+
+    For a user without a writable home, as in containers, it is a directory in the temporary directory.
+    Raises PermissionError if that directory belongs to another user.
+    """
+    named = os.environ.get("AUTOMODEL_CKPT_CACHE")
+    if named:
+        return Path(named).expanduser()
+    home = Path(os.path.expanduser("~/.cache/automodel_ckpt"))
+    # expanduser() returns the text unchanged for a user without a home.
+    if home.is_absolute() and _can_be_written(home):
+        return home
+    return _temporary()
+
+
+def _can_be_written(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK | os.X_OK)
+
+
+def _temporary() -> Path:
+    directory = Path(tempfile.gettempdir()) / f"automodel_ckpt-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    # Another user may have created the directory, or a link with its name, to control the data that is trained on.
+    if directory.lstat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(directory))
+    return directory
+
+
 def scratch_directory(url: str, parent: str | None) -> Path:
     """Return the local directory of a run that has its checkpoints in the store at *url*.
 
-    It is in *parent*, by default in the user's cache (:func:`~automodel_ckpt.base.store_url.cache_directory`). Its
-    name
-    depends on the URL alone, so that a restart finds it, and two runs never share it. Raises PermissionError if there
-    is no directory for the cache.
+    It is in *parent*, by default in the user's cache (:func:`cache_directory`). Its name depends on the URL alone, so
+    that a restart finds it, and two runs never share it. Raises PermissionError if there is no directory for the cache.
     """
     runs = cache_directory() / "runs" if parent is None else Path(parent).expanduser()
     url = url.rstrip("/")

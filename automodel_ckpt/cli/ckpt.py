@@ -1,8 +1,8 @@
 """``ckpt``: inspect, verify, convert and manage checkpoints. Runs on CPU, without a network, and starts without torch
 (``generate`` and ``chat`` use both).
 
-A new command is a module in ``cli/commands/`` with ``USAGE`` and ``run``, and a line in :data:`_TABLE`. The
-module is imported when its command is run.
+A new command is a module in ``cli/commands/`` or ``cli/models/`` with ``USAGE`` and ``run``, and a line in
+:data:`_TABLE`. The module is imported when its command is run.
 """
 
 from __future__ import annotations

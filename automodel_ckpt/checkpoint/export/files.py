@@ -18,7 +18,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -358,35 +357,32 @@ def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -
 def _publish(staging: Path, target: Path, log: Log) -> None:
     # The names in each directory must be durable before the staging directory gets the export's name.
     fsync_directories(staging)
-    if not os.path.lexists(target):
-        os.rename(staging, target)
-        undo: Callable[[], object] = partial(os.rename, target, staging)
-    elif commit.exchange(staging, target):
-        undo = partial(commit.exchange, staging, target)
-    else:
-        _replace_with_gap(staging, target, log)
-        return
-    try:
+    # What has the staging directory's name is deleted next: after a failure it must be the new export.
+    with contextlib.ExitStack() as undo:
+        if not os.path.lexists(target):
+            os.rename(staging, target)
+            undo.callback(os.rename, target, staging)
+        elif commit.exchange(staging, target):
+            undo.callback(commit.exchange, staging, target)
+        else:
+            _replace_with_gap(staging, target, log)
+            return
         fsync_directory(target.parent)
-    except OSError:
-        # What has the staging directory's name is deleted next: it must not be an old export that is still needed.
-        undo()
-        raise
+        undo.pop_all()
 
 
 def _replace_with_gap(staging: Path, target: Path, log: Log) -> None:
     aside = target.with_name(f".{target.name}.previous-{owner_digits(target.parent)}")
     log(f"this filesystem cannot swap directories: for a moment {target} is missing")
     # Another process must not take the export that is aside for a leftover: it is locked, and was changed just now.
-    with owned(target):
+    with owned(target), contextlib.ExitStack() as undo:
         os.utime(target)
         # After a kill between the two renames, clear_leftovers gives the old export its name back.
         os.rename(target, aside)
-        try:
-            os.rename(staging, target)
-        except OSError:
-            os.rename(aside, target)
-            raise
+        undo.callback(os.rename, aside, target)
+        os.rename(staging, target)
+        undo.callback(os.rename, target, staging)
         # Durable before the old export is deleted: a power failure must leave one of the two.
         fsync_directory(target.parent)
+        undo.pop_all()
         commit.discard(aside)

@@ -17,11 +17,10 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from automodel_ckpt.base.version import __version__
+from automodel_ckpt.base.version import __version__, version_of
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import FileRecord
 from automodel_ckpt.checkpoint.files.type_aliases import Texts, ValueDict, Values
@@ -322,14 +321,6 @@ def environment() -> ValueDict:
         },
         "git_commit": _git_commit(),
     }
-
-
-def version_of(package: str) -> str | None:
-    """The installed version; None where the package is not installed, or runs from its source."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git_commit() -> str | None:

@@ -55,6 +55,8 @@ from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.store.transfer import Throttle
 from automodel_ckpt.errors import AutomodelError
 
+log = logging.getLogger("automodel_ckpt")
+
 _DIGEST = re.compile(r"[0-9a-z:_-]{1,128}", re.ASCII)
 
 
@@ -224,8 +226,6 @@ def _location(name: str) -> tuple[str, str]:
 
 # ---------------------------------------------------------------- process
 
-
-log = logging.getLogger("automodel_ckpt")
 
 STALLED_SECONDS = 30.0
 """A process that runs a command and reports nothing for so long was stopped, or its node is out of memory."""

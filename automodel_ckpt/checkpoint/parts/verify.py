@@ -188,6 +188,9 @@ def _is_of_export(path: str) -> bool:
     )
 
 
+# ---------------------------------------------------------------- headers of shards
+
+
 # A sector (files/durable_file.py): O_DIRECT reads and cloned blocks must begin at one.
 ALIGN = 4096
 Entry = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -162,7 +162,7 @@ FORWARD, ARRIVAL = "forward", "arrival"
 """Its part: in forward passes, or in what precedes a step."""
 SLOT_BYTES = 1024
 """The state is written alternately to two slots of a file, so that a kill damages at most one."""
-_MAX_BYTES = 64 * 2**20
+_MAX_TIMELINE_BYTES = 64 * 2**20
 _MAX_SECONDS, _MAX_STEP = 1e12, 2**53
 
 
@@ -191,7 +191,7 @@ def read_state(directory: Path) -> ValueDict | None:
 
 def _read(path: Path) -> bytes:
     with os.fdopen(open_regular(path), "rb") as file:
-        return file.read(_MAX_BYTES)
+        return file.read(_MAX_TIMELINE_BYTES)
 
 
 def _parsed(line: bytes) -> ValueDict | None:

@@ -166,7 +166,7 @@ def newest(root: Path, memory: Path | None = None, newest_step: int | None = Non
 
     *memory* is the directory of the run's memory checkpoints. With *newest_step*, later steps are left out.
     """
-    for path in _newest_first(root, memory):
+    for path in _newest_paths(root, memory):
         found = record(path.parent, path.name, "", {})
         if found is not None and (newest_step is None or found.step <= newest_step):
             return found
@@ -257,7 +257,7 @@ def candidates(root: Path, restore_from: str | None, memory: Path | None = None)
     ``restore_from`` (a pointer, a checkpoint's name, or a path) applies until the run has published a newer checkpoint
     under the same request, so that a requeued command resumes instead of rewinding.
     """
-    newest = _newest_first(root, memory)
+    newest = _newest_paths(root, memory)
     if restore_from is None:
         return Request(newest, by_name=False)
     continued = _published_under(newest, root, restore_from)
@@ -277,7 +277,7 @@ def up_to(request: Request, step: int) -> Request:
     return replace(request, candidates=candidates)
 
 
-def _newest_first(root: Path, memory: Path | None) -> list[Path]:
+def _newest_paths(root: Path, memory: Path | None) -> list[Path]:
     """List the checkpoints on disk and in *memory*, newest first. If both have a step, the one on disk comes first."""
     found = [(name, root) for name in checkpoint_names(root)]
     if memory is not None:

@@ -109,7 +109,6 @@ class Exports:
 
         The ranks may see different states of the directory, and all must call the same collectives.
         """
-
         return agree.broadcast_object(self._settings.group, self.run_on_rank0(doing, find))
 
     def _export_once(self, name: str, attributes: Collection[str]) -> None:

@@ -74,6 +74,7 @@ def fill_module(
     parameter's dtype. The common rows of a resized tensor are read. With *new_rows* ``mean``, its other rows become the
     mean of all stored rows; with ``init``, they are unchanged. Tensors that only other ranks have are skipped; no
     collective.
+
     Raises :class:`CheckpointUnusable` naming the file, and for values that are no ordinary floats in the place of
     floats, before any tensor is read.
     """

@@ -31,6 +31,8 @@ from automodel_ckpt.checkpoint.state.optimizer_state import (
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.errors import CheckpointUnusable
 
+log = logging.getLogger("automodel_ckpt")
+
 T = TypeVar("T")
 
 _PER_GROUP = frozenset(
@@ -185,9 +187,6 @@ def _has_length(value: object, length: int) -> bool:
 
 
 # ---------------------------------------------------------------- loading
-
-
-log = logging.getLogger("automodel_ckpt")
 
 
 class OptimizerLoader:

@@ -26,6 +26,8 @@ from automodel_ckpt.checkpoint.state.module_tensors import has_plain_names, unwr
 from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.errors import RecipeError, unusable
 
+log = logging.getLogger("automodel_ckpt")
+
 _OF_ALL = ".state.*."
 
 Location = tuple[dict[str, Any], str]
@@ -207,8 +209,6 @@ def load_read_state(
 
 # ---------------------------------------------------------------- names
 
-
-log = logging.getLogger("automodel_ckpt")
 
 Groups = list[dict[str, torch.Tensor]]
 """For each of an optimizer's parameter groups, {FQN: a tensor without memory} of what it trains."""

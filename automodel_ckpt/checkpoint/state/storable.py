@@ -35,6 +35,8 @@ from automodel_ckpt.checkpoint.formats.description import (
 )
 from automodel_ckpt.errors import Problem, RecipeError
 
+log = logging.getLogger("automodel_ckpt")
+
 NUMPY_MARK = "automodel_ckpt.numpy"
 """The attribute of a tensor that was NumPy's: ``array`` or ``scalar``."""
 
@@ -80,7 +82,8 @@ def is_saved(dtype: torch.dtype) -> bool:
     return True
 
 
-log = logging.getLogger("automodel_ckpt")
+# ---------------------------------------------------------------- bytes
+
 
 BLOCK_BYTES = 32 << 20
 _OFFSET = 64

@@ -1,1 +1,1 @@
-"""``ckpt-train --dry-run`` and ``--selftest-resume``: check a recipe before training with it."""
+"""``ckpt-train --dry-run``, ``--show-samples`` and ``--selftest-resume``: check a recipe before training with it."""

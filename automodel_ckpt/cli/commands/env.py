@@ -19,8 +19,8 @@ import automodel_ckpt
 from automodel_ckpt.base.durable_io import file_system_of
 from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.base.units import size_text
+from automodel_ckpt.base.version import version_of
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict
-from automodel_ckpt.checkpoint.jobs.rank_manifest import version_of
 from automodel_ckpt.cli.common.output import print_document, table
 from automodel_ckpt.cli.launch.node_resources import cores
 from automodel_ckpt.config.tree.references import SECRET_NAME

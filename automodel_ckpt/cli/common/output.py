@@ -91,8 +91,10 @@ def json_text(document: Any) -> str:
 
 
 def print_document(arguments: Namespace, document: Any, lines: Iterable[str] | str) -> int:
-    """Print the result of a command, *document* with ``--json``, else *lines*, or a text, whose control characters are
-    escaped; return the exit code of success."""
+    """Print the result of a command: *document* with ``--json``, else *lines*. Return the exit code of success.
+
+    A text in place of lines is one line: its control characters are escaped.
+    """
     if arguments.json:
         print(json_text(document))
     else:

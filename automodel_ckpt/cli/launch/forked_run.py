@@ -60,6 +60,8 @@ from automodel_ckpt.parallel.ranks.network import is_known
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, stop_request
 
 PR_SET_PDEATHSIG = 1
+MONITOR_SECONDS = 0.1
+"""How often the agent looks at its ranks."""
 
 
 def launched_rank(
@@ -107,10 +109,6 @@ def _die_with(launcher: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died before the line above
         os._exit(EXIT_INTERNAL)
-
-
-MONITOR_SECONDS = 0.1
-"""How often the agent looks at its ranks."""
 
 
 def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> int:

@@ -1,4 +1,4 @@
-"""``ckpt env``: information for a bug report, also where torch is broken."""
+"""``ckpt env``: information for a bug report, also where torch and NumPy are broken."""
 
 import json
 import os
@@ -10,8 +10,11 @@ from pathlib import Path
 from automodel_ckpt import __version__
 
 
-def test_each_line_has_a_value_or_the_error_where_torch_is_broken(tmp_path: Path) -> None:
+def test_each_line_has_a_value_or_the_error_where_torch_and_numpy_are_broken(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open')\n")
+    (tmp_path / "numpy.py").write_text("raise OSError('libopenblas.so: cannot open')\n")
     variables = {
         "PYTHONPATH": str(tmp_path),
         "HF_TOKEN": "hf_secret",

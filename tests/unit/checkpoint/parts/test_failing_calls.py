@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from tests.support.checkpoints import consolidate, is_intact
 from tests.support.models import tiny
@@ -74,8 +75,22 @@ def test_a_save_with_a_failing_call_leaves_complete_checkpoints_only(
     tiny.assert_equal_state(made, other)
 
 
-@pytest.mark.parametrize("call", ["fsync", "ftruncate", "preadv", "pwrite"])
-def test_an_export_with_a_failing_call_leaves_a_complete_one(tmp_path: Path, call: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "can_swap"),
+    [
+        ("fsync", True),
+        ("ftruncate", True),
+        ("preadv", True),
+        ("pwrite", True),
+        ("fsync", False),
+        ("rename", False),
+    ],
+)
+def test_an_export_with_a_failing_call_leaves_a_complete_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, can_swap: bool
+) -> None:
+    if not can_swap:
+        monkeypatch.setattr(commit, "exchange", lambda *_: False)
     tensors = {"a": torch.randn(1_200_000), "b": torch.randn(1_200_000)}
     slices = [each for name, tensor in tensors.items() for each in cut(name, tensor, 2)]
     write_checkpoint(tmp_path, tensors, slices)
