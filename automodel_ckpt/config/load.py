@@ -218,7 +218,7 @@ def bind_recipe(
 ) -> LoadedRecipe:
     """Apply overrides to a parsed recipe file, and convert it to a typed configuration. ``parsed`` is not modified.
 
-    Without a ``schema``, the top-level sections of a custom recipe are not validated: :func:`targets.prepare` does it
+    Without a ``schema``, the top-level sections of a custom recipe are not validated: :func:`prepare.prepare` does it
     when it has imported the recipe's class. ``problems`` that were found before are reported together with those found
     here, and with those that ``check`` finds in the tree.
 

@@ -21,6 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+log = logging.getLogger("automodel_ckpt")
+
 CANNOT_BUILD = (
     ValueError,
     ImportError,
@@ -198,8 +200,6 @@ def is_transient(module: nn.Module, name: str) -> bool:
     """Whether *name* is a buffer that state dicts, and so files, do not contain."""
     return name in module._non_persistent_buffers_set
 
-
-log = logging.getLogger("automodel_ckpt")
 
 _OF_ADAPTERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 """What peft inserts into the names of the parameters that it wraps."""

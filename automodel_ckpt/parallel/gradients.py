@@ -32,6 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.ranks import agree
 
+log = logging.getLogger("automodel_ckpt")
+
 _ONE_EXPERT = re.compile(r"\bexperts\.(expert_)?\d+\.")
 _KNOWN_PACKAGES = frozenset(
     {
@@ -338,8 +340,6 @@ def _counts(gradient: Tensor, sharded: bool) -> bool:
             return False
     return True
 
-
-log = logging.getLogger("automodel_ckpt")
 
 _LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

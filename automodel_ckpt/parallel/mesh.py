@@ -29,6 +29,8 @@ from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.parallel.mesh_sizes import RankLayout, share_out
 from automodel_ckpt.parallel.ranks.network import can_be_reached, is_this_node_only
 
+log = logging.getLogger("automodel_ckpt")
+
 CPU_BACKEND = "gloo"
 CUDA_BACKEND = "cpu:gloo,cuda:nccl"
 
@@ -187,8 +189,6 @@ def _device(backend: str | None, local_rank: int) -> torch.device:
 def _environment_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
-
-log = logging.getLogger("automodel_ckpt")
 
 REPORT_SECONDS = 10.0
 """How long a rank waits for others before it reports which ranks are missing."""

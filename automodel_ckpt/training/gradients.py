@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from automodel_ckpt.training.values.step_numbers import LaunchedStep
     from automodel_ckpt.training.watch.stragglers import ForwardTimer
 
+log = logging.getLogger("automodel_ckpt")
+
 
 def checked(result: object, objective: object) -> LossSum:
     """Return the *result* of an *objective*. Raises :class:`RecipeError` if it is not a loss with a gradient."""
@@ -264,9 +266,6 @@ def selected_activations() -> Iterator[None]:
             value=f"selective: {error}",
             hint="set it to full",
         ) from error
-
-
-log = logging.getLogger("automodel_ckpt")
 
 
 _LESS_MEMORY = """add the first of these that you can accept and do not have, then run the same command:

@@ -71,7 +71,6 @@ from automodel_ckpt.training.values.run_log import RunLog
 
 log = logging.getLogger("automodel_ckpt")
 
-
 _SHOWN = 5
 """The largest number of keys in a message."""
 
@@ -166,7 +165,6 @@ def start_rank(
 
 
 _PACKAGE = "automodel_ckpt."
-
 
 _FORMER_METHODS = {
     "already_complete": "end",

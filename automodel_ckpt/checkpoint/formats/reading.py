@@ -144,8 +144,8 @@ def read_tree(
 ) -> None:
     """Fill a (flat) *state_dict* with the values of the tree under its keys: tensors in place, other values replaced.
 
-    Keys that the tree lacks are not changed: compare first (:func:`differences`). Not collective. With *remote*, the
-    bytes are read from there, and *checkpoint* is only for messages. Raises :class:`CheckpointUnusable` naming the
+    Keys that the tree lacks are not changed: compare first (:mod:`..state.mismatch`). Not collective. With *remote*,
+    the bytes are read from there, and *checkpoint* is only for messages. Raises :class:`CheckpointUnusable` naming the
     file.
     """
     blobs: list[tuple[str, Blob]] = []

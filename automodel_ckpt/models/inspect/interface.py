@@ -22,6 +22,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
 from automodel_ckpt.errors import AutomodelError, RecipeError
 
+log = logging.getLogger(__name__)
+
 # Colors and other control sequences of terminals (ECMA-48).
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
@@ -291,9 +293,6 @@ def other_parts_in_files(config: PreTrainedConfig) -> list[str]:
     """
     is_thinker = config.model_type.endswith("_thinker")
     return ["talker.*", "token2wav.*", "code2wav.*"] if is_thinker else []
-
-
-log = logging.getLogger(__name__)
 
 
 def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:

@@ -50,6 +50,8 @@ from automodel_ckpt.parallel.parallelize import Parallelism
 from automodel_ckpt.parallel.precision import compute_dtype
 from automodel_ckpt.parallel.ranks.agree import on_all_ranks
 
+log = logging.getLogger("automodel_ckpt")
+
 
 def parallelism(section: DistributedConfig) -> Parallelism:
     """The ``distributed`` section without the sizes of the mesh and the plan."""
@@ -283,8 +285,6 @@ def text_tokenizer(preprocessor: Any) -> Any:
     """The tokenizer, also of a processor. Returns None when there is none."""
     return getattr(preprocessor, "tokenizer", preprocessor)
 
-
-log = logging.getLogger("automodel_ckpt")
 
 Rows = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 """From a collated micro-batch to the rows that the model gets, with the same sum of losses over labels."""

@@ -45,6 +45,8 @@ from automodel_ckpt.training.model.sections import preprocessor_options, text_to
 if TYPE_CHECKING:
     from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
 
+log = logging.getLogger("automodel_ckpt")
+
 _BASE = "model.from_pretrained"
 _VOCABULARY = (
     r"^(tokenizer\.json|tekken\.json|(vocab|bpe|merges)\b.*)$|\.(model|tiktoken|spm|vocab|bpe)$"
@@ -214,8 +216,6 @@ def check_processor(processor: Any, where: str) -> None:
         return
     raise RecipeError(what, where=where, value=type(processor).__name__, hint=hint)
 
-
-log = logging.getLogger("automodel_ckpt")
 
 _NUM_EXAMINED = 64
 """How many samples of a data set show where an answer ends."""
