@@ -77,13 +77,13 @@ demo-vlm: $(STAMP)  ## train a small LLaVA to read digits, and ask its export: a
 picture: demo  ## draw the loss of the demo's run for the README
 	@$(BIN)/ckpt plot runs/demo/killed -o docs/images/loss.svg
 
-test: $(STAMP)  ## the tests, offline, about ten minutes on two cores
+test: $(STAMP)  ## the tests, offline, about eight minutes on two cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not further" $(WORKERS) $(PYTEST_ARGS)
 
 test-doors: $(STAMP)  ## the tests through command lines, public names and files that take seconds: three minutes on two cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "doors and not further and not slow" $(WORKERS) $(DOORS) $(PYTEST_ARGS)
 
-test-all: $(STAMP)  ## the tests of `make test`, with further cases of some: three minutes more
+test-all: $(STAMP)  ## the tests of `make test`, with further cases of some: seven minutes more
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q $(WORKERS) $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.ready  ## every test with the lowest versions that pyproject.toml allows: needs a registry once

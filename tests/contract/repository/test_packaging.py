@@ -240,7 +240,6 @@ def offline_environment(directory: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.further
 @pytest.mark.timeout(300)
 def test_a_stranger_chats_with_a_lora_after_the_five_commands_of_the_readme(
     built: Built, tmp_path: Path

@@ -332,7 +332,7 @@ def assert_same_late_state(one: SimpleNamespace, other: SimpleNamespace) -> None
 def test_state_that_an_optimizer_makes_late_is_loaded_by_ranks_or_refused(tmp_path: Path) -> None:
     for refused in ranks.run(late_state, 2, tmp_path):
         assert (
-            "shape is not that of the parameter\n  where:  optimizer.state.model." in refused[0]
+            "does not have the parameter's shape\n  where:  optimizer.state.model." in refused[0]
             and "[2], of a" in refused[0]
         )
         assert (
