@@ -65,7 +65,7 @@ PROGRAMS = {
     ),
     "lightning": Program(
         "PyTorch Lightning",
-        "runs continue in both directions; our callback resumes after kill -9 to equal losses",
+        "runs continue in both directions to equal losses",
         ("lightning", "torch"),
         (
             f"{TORCH} numpy safetensors {_TRANSFORMERS}",
