@@ -28,7 +28,7 @@ KNOWN = (
     "peft.utils.save_and_load.torch_load",
     "datasets.load.import_main_class",
     "datasets.Dataset.from_generator",
-    "automodel_ckpt.base.durable_io.remove",
+    "automodel_ckpt.base.durable_io.replace_file",
     "os.system",
 )
 SAMPLE = (

@@ -159,7 +159,7 @@ def test_callables_on_the_list_resolve_without_trust(name: str) -> None:
         "automodel_ckpt.config.callables.prepare.resolve_recipe",
         "automodel_ckpt.config.callables.trust.resolve",
         "automodel_ckpt.config.load.Path.unlink",
-        "automodel_ckpt.base.durable_io.remove",
+        "automodel_ckpt.base.durable_io.replace_file",
         "transformers.exporters.utils.import_dotted_path",
         "transformers.modeling_utils.load_state_dict",
         "transformers.utils.import_utils.direct_transformers_import",
@@ -254,7 +254,7 @@ GADGETS = {
     "loss_fn": "{_target_: torch.nn.Module.apply, fn: {_target_: automodel_ckpt.config.callables.trust.resolve}}",
     "optimizer": "{_target_: datasets.load.import_main_class, module_path: evil}",
     "model": "{_target_: transformers.utils.import_utils.direct_transformers_import, path: .}",
-    "dataloader.collate_fn": "{_target_: automodel_ckpt.base.durable_io.remove}",
+    "dataloader.collate_fn": "{_target_: automodel_ckpt.base.durable_io.replace_file}",
     "distributed.tp_plan": "{_target_: transformers.AutoModel.from_pretrained, pretrained_model_name_or_path: x}",
     "lr_scheduler.kwargs.num_cycles": "{_target_: torch.optim.AdamW}",
 }
