@@ -220,10 +220,11 @@ def _dry_run(loaded: LoadedRecipe, line: CommandLine, ranks: int | None) -> int:
     """
     from automodel_ckpt.base.hub_access import without_token
     from automodel_ckpt.cli.checks.dry_run import device_memory, report
+    from automodel_ckpt.cli.launch.worker import import_recipe
 
     device_bytes = device_memory(line)
     with hiding_values(), without_token():
-        loaded, recipe_class = _derived(loaded, line, "--dry-run")
+        loaded, recipe_class = import_recipe(lambda: _derived(loaded, line, "--dry-run"))
         sizes = mesh_sizes(loaded, ranks) if ranks else None
         with reporting_user_failures(RecipeError):
             text = report(loaded, recipe_class, line.flags, sizes, device_bytes)

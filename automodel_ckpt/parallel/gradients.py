@@ -16,6 +16,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
 from functools import partial
 from types import MethodType
@@ -50,7 +51,28 @@ _KNOWN_PACKAGES = frozenset(
     }
 )
 """The packages with modules that use the same parameters for each batch, apart from what :func:`may_vary` names."""
+DEFERS = "_defers_gradient_sync"
+"""The attribute of a model sharded by fsdp2 with the value of ``defer_gradient_sync``."""
 _TAG = 7301
+
+
+def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+    """Choose whether forward and backward passes in the context reduce gradients over the ranks.
+
+    *enabled* is true for the last micro-batch of an accumulation. Those before accumulate the gradient of the complete
+    model on each rank (ddp, and fsdp2 with ``defer_gradient_sync``). By default, fsdp2 reduces after each micro-batch:
+    otherwise a rank would hold the gradient of the complete model besides its shard of the weights.
+    """
+    if isinstance(model, DistributedDataParallel) and not enabled:
+        # DDP decides in the forward pass whether the backward pass reduces: the context must
+        # enclose both.
+        return model.no_sync()
+    if isinstance(model, FSDPModule) and getattr(model, DEFERS, False):
+        # fsdp2 keeps these settings after the context, so each micro-batch has to set them.
+        model.set_requires_gradient_sync(enabled)
+        # The next micro-batch needs the same parameters, and they are smaller than the gradient.
+        model.set_reshard_after_backward(enabled)
+    return nullcontext()
 
 
 class UnusedGradients:

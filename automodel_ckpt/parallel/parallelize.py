@@ -22,10 +22,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.gradients import FixedBucketsDDP, may_vary
+from automodel_ckpt.parallel.gradients import DEFERS, FixedBucketsDDP, may_vary
 from automodel_ckpt.parallel.mesh import build_mesh, mesh_of, shards_of
 from automodel_ckpt.parallel.mesh_sizes import RankLayout, choose_strategy
 from automodel_ckpt.parallel.model_layers import separate_ends, untied_layers
@@ -39,8 +38,6 @@ log = logging.getLogger("automodel_ckpt")
 # Nothing modifies them in place.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
-_DEFERS = "_defers_gradient_sync"
-"""The attribute of a model sharded by fsdp2 with the value of ``defer_gradient_sync``."""
 Materialise = Callable[[nn.Module, torch.device], None]
 """Called with a model on the meta device and a device; gives the model this rank's values there."""
 
@@ -235,7 +232,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     kept = _ids_of(model, how.float32_names)
     divide_groups_by_type(model, kept)
     show_compute_types(model, kept)
-    setattr(model, _DEFERS, how.defer_gradient_sync)
+    setattr(model, DEFERS, how.defer_gradient_sync)
     if mesh.size() == 1:
         from automodel_ckpt.parallel.fsdp_groups import cast_without_copies
 
@@ -302,25 +299,6 @@ def compute_context(
     if compute_dtype is None or strategy == "fsdp2":
         return nullcontext
     return partial(torch.autocast, device.type, dtype=compute_dtype)
-
-
-def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-    """Choose whether forward and backward passes in the context reduce gradients over the ranks.
-
-    *enabled* is true for the last micro-batch of an accumulation. Those before accumulate the gradient of the complete
-    model on each rank (ddp, and fsdp2 with ``defer_gradient_sync``). By default, fsdp2 reduces after each micro-batch:
-    otherwise a rank would hold the gradient of the complete model besides its shard of the weights.
-    """
-    if isinstance(model, DistributedDataParallel) and not enabled:
-        # DDP decides in the forward pass whether the backward pass reduces: the context must
-        # enclose both.
-        return model.no_sync()
-    if isinstance(model, FSDPModule) and getattr(model, _DEFERS, False):
-        # fsdp2 keeps these settings after the context, so each micro-batch has to set them.
-        model.set_requires_gradient_sync(enabled)
-        # The next micro-batch needs the same parameters, and they are smaller than the gradient.
-        model.set_reshard_after_backward(enabled)
-    return nullcontext()
 
 
 def gather_root(model: nn.Module) -> None:

@@ -20,9 +20,8 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
 )
 
-from automodel_ckpt.parallel.gradients import complete_gradient, local_shard
+from automodel_ckpt.parallel.gradients import complete_gradient, gradient_sync, local_shard
 from automodel_ckpt.parallel.mesh_sizes import RankLayout
-from automodel_ckpt.parallel.parallelize import gradient_sync
 
 Kind = Literal["1f1b", "gpipe"]
 Compute = Callable[[int, Tensor | None], Tensor]

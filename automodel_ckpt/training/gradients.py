@@ -35,9 +35,13 @@ from automodel_ckpt.models.inspect.interface import (
     num_embeddings,
 )
 from automodel_ckpt.optim.build import check_sharding_support
-from automodel_ckpt.parallel.gradients import RunningStatistics, UnusedGradients, check_call_order
+from automodel_ckpt.parallel.gradients import (
+    RunningStatistics,
+    UnusedGradients,
+    check_call_order,
+    gradient_sync,
+)
 from automodel_ckpt.parallel.mesh_sizes import RankLayout
-from automodel_ckpt.parallel.parallelize import gradient_sync
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.records import AUX_LOSS, LossSum, Number
 from automodel_ckpt.training.values.run_log import STEP_FIELDS

@@ -16,9 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from automodel_ckpt.parallel.gradients import clip_gradients
+from automodel_ckpt.parallel.gradients import clip_gradients, gradient_sync
 from automodel_ckpt.parallel.mesh_sizes import RankLayout, share_out
-from automodel_ckpt.parallel.parallelize import gradient_sync
 from tests.support.models.sizes import model_sizes
 
 VOCABULARY = 37  # divisible by nothing
