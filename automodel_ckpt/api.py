@@ -122,7 +122,7 @@ def train(
     """
     from automodel_ckpt.config.callables.prepare import prepare
     from automodel_ckpt.config.callables.trust import Trust
-    from automodel_ckpt.parallel.ranks.hang_action import ending_processes
+    from automodel_ckpt.parallel.ranks.hangs import ending_processes
 
     if isinstance(trust, str):
         # It is a sequence, too: of its characters.
@@ -164,7 +164,7 @@ def _keep_memory(loaded: LoadedRecipe) -> None:
     """Copy the newest checkpoint in memory to disk after a failure, unless torchrun restarts the ranks."""
     from automodel_ckpt.checkpoint.memory.rescue import keep_on_disk
     from automodel_ckpt.config.tree.urls import with_local_directory
-    from automodel_ckpt.parallel.ranks.hang_action import has_restarts_left
+    from automodel_ckpt.parallel.ranks.hangs import has_restarts_left
 
     section = loaded.config.checkpoint.memory
     if section is None or has_restarts_left(os.environ):

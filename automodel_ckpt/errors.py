@@ -78,7 +78,7 @@ class Problem:
     what: str
     where: str
     value: object
-    hint: str
+    hint: str = ""
     restart: str = ""
 
     @property
@@ -106,7 +106,7 @@ class AutomodelError(Exception):
     exit_code = EXIT_INTERNAL
 
     def __init__(
-        self, what: str, where: object, value: object, hint: str, restart: str = ""
+        self, what: str, where: object, value: object, hint: str = "", restart: str = ""
     ) -> None:
         self.problems: tuple[Problem, ...] = (Problem(what, str(where), value, hint, restart),)
         super().__init__(what)

@@ -46,8 +46,8 @@ from automodel_ckpt.training.kinds.teacher import (
     check_vocabularies,
     find_teacher,
     identity_of,
-    moves_whole,
     naming_the_teacher,
+    offloads,
     teacher_config,
     with_numbered_labels,
 )
@@ -164,7 +164,6 @@ class DistillationRecipe(Recipe):
                 "the student has no single output layer, so its logits cannot be compared in chunks",
                 where="model",
                 value=type(self.model).__name__,
-                hint="use a model that computes its logits in its last layer, without an adapter on this layer",
             )
         identity = identity_of(self.config)
         if self.checkpointer is not None:
@@ -222,10 +221,10 @@ class DistillationRecipe(Recipe):
 
     def other_models(self) -> Sequence[nn.Module]:
         """List the teacher, unless its weights are elsewhere while the student trains."""
-        if self._teacher is None or self.section.top_k is not None:
+        is_elsewhere = self.section.top_k is not None or offloads(self.config, self.layout)
+        if self._teacher is None or is_elsewhere:
             return ()
-        offloads = self.section.offload_teacher and self.layout.device.type != "cpu"
-        return () if offloads else (self._teacher.trainable.model,)
+        return (self._teacher.trainable.model,)
 
     def resume(self) -> None:
         """Load the newest checkpoint, and report if it was trained with another teacher."""
@@ -243,13 +242,12 @@ class DistillationRecipe(Recipe):
             )
 
     def _build_teacher(self) -> Teacher:
-        moves = moves_whole(self.config, self.layout)
         with naming_the_teacher():
             trainable = self.build_trainable(
                 teacher_config(self.config, self.layout), is_trained=False
             )
         log.info("teacher: %s; precision: %s", trainable.summary, trainable.precision)
-        return Teacher(trainable, self.layout, self._num_columns, offload=moves)
+        return Teacher(trainable, self.layout, self._num_columns)
 
     def _read_or_compute(self, identity: str) -> None:
         """Give each data set the cache of what the teacher predicts. The teacher is built if one has to be computed."""

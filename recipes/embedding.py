@@ -27,22 +27,20 @@ from automodel_ckpt.models.loss.pooling import hidden_states_of, pool
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.kinds.embedding import (
     UNSUPPORTED,
+    BothWays,
     PairsOverRanks,
     Parts,
     check_architecture,
-    check_attention,
     misplaced_in_data,
     num_pairs_of,
     own_candidates,
     parts_of,
-    see_both_ways,
     sentence_transformers_files,
     with_backbone,
 )
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.records import BatchSize, EvaluationSums, LossSum
 
-_ATTENTION = "embedding.attention"
 _RANKED_TOGETHER = 512
 """The number of queries of this rank that are ranked together among all documents of a validation set."""
 
@@ -179,7 +177,7 @@ def _summed(losses: Tensor, ranks: Tensor) -> LossSum:
     return LossSum(losses.sum(), {"accuracy": (ranks == 1).sum()})
 
 
-class EmbeddingFinetune(LLMFinetune):
+class EmbeddingFinetune(BothWays, LLMFinetune):
     """Trains the embeddings of a model on the pairs of ``dataset``."""
 
     auto_class = AutoModel
@@ -189,8 +187,6 @@ class EmbeddingFinetune(LLMFinetune):
     rows_per_sample = 2
     unsupported = UNSUPPORTED
     objective_class = Contrastive
-    _probes_attention = False
-    """Whether the recipe lets the tokens of a decoder see later ones, which its model may not support."""
 
     section_key, section_class = "embedding", EmbeddingConfig
 
@@ -225,19 +221,13 @@ class EmbeddingFinetune(LLMFinetune):
         return self.config.step_scheduler.global_batch_size
 
     def build_model_config(self) -> PreTrainedConfig | None:
-        """Read the configuration of the model. With ``embedding.attention: bidirectional``, tokens see later ones."""
-        config = super().build_model_config()
+        config: PreTrainedConfig | None = super().build_model_config()
         check_architecture(config)
-        if self.section.attention == "bidirectional":
-            self._probes_attention = see_both_ways(self.config, config, _ATTENTION)
         return config
 
     def build_trainable(self, *arguments: Any, **keywords: Any) -> Any:
         self.config = with_backbone(self.config, self.model_config)
-        trainable = super().build_trainable(*arguments, **keywords)
-        if self._probes_attention and not self.is_dry_run:
-            check_attention(trainable, self.config, self.layout, _ATTENTION)
-        return trainable
+        return super().build_trainable(*arguments, **keywords)
 
     def build_objective(self) -> Objective:
         objective = super().build_objective()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,18 +31,6 @@ from automodel_ckpt.training.values.records import BatchSize, EvaluationTotals, 
 _ROW_TENSORS = ("input_ids", "attention_mask", "labels")
 
 
-@dataclass(frozen=True)
-class GlobalBatchState:
-    """What the loss of a micro-batch needs of its whole global batch.
-
-    *kl* is the estimate of the KL divergence, at least 0. The others are numbers of samples.
-    """
-
-    kl: float = 0.0
-    num_samples: int = 0
-    num_desirable: int = 0
-
-
 class KTO(PreferenceObjective):
     """The loss of judged completions, summed over the samples."""
 
@@ -54,7 +42,10 @@ class KTO(PreferenceObjective):
         "reward_undesirable",
     )
     section: KTOConfig
-    _state = GlobalBatchState()
+    _kl = 0.0
+    """The estimate of the KL divergence over the global batch, at least 0."""
+    _num_samples = _num_desirable = 0
+    """Counts of the global batch."""
 
     def size_of(self, micro_batch: Tensors) -> BatchSize:
         num_samples = int(has_labels(micro_batch["labels"]).sum())
@@ -82,9 +73,8 @@ class KTO(PreferenceObjective):
             # Another rank has the same rows.
             here = (0.0, 0, 0, 0)
         gain, *counted = sum_over_ranks(self.layout.gloo_group, *here)
-        num_rows, num_samples, num_desirable = (int(count) for count in counted)
-        kl = max(0.0, gain / num_rows) if num_rows > 1 else 0.0
-        self._state = GlobalBatchState(kl, num_samples, num_desirable)
+        num_rows, self._num_samples, self._num_desirable = (int(count) for count in counted)
+        self._kl = max(0.0, gain / num_rows) if num_rows > 1 else 0.0
 
     def _gain_now(self, rows: Tensors) -> Tensor:
         """The gain [B] of *rows* without gradients and without dropout."""
@@ -103,7 +93,7 @@ class KTO(PreferenceObjective):
         reward = self.section.beta * (self.log_probs(rows) - reference)
         # Selected before the sigmoid, so that a value of a masked row that is not finite has no gradient either.
         reward = torch.where(is_sample, reward, 0.0)
-        above = reward - self.section.beta * self._state.kl
+        above = reward - self.section.beta * self._kl
         utility = torch.sigmoid(torch.where(is_desirable, above, -above))
         weight = torch.where(
             is_desirable, self.section.desirable_weight, self.section.undesirable_weight
@@ -116,7 +106,7 @@ class KTO(PreferenceObjective):
         undesirable = ~is_desirable & is_sample
         metrics = {
             "accuracy": right.sum(),
-            "kl": self._state.kl * is_sample.sum(),
+            "kl": self._kl * is_sample.sum(),
             "reward_desirable": torch.where(desirable, reward, 0.0).sum(),
             "reward_undesirable": torch.where(undesirable, reward, 0.0).sum(),
             "desirable": desirable.sum(),
@@ -128,12 +118,11 @@ class KTO(PreferenceObjective):
 
     def _means_of_batch(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         """Scale the summed rewards, so that their mean over all samples is that over the samples with the judgment."""
-        state = self._state
-        num_undesirable = state.num_samples - state.num_desirable
-        counts = {"reward_desirable": state.num_desirable, "reward_undesirable": num_undesirable}
+        num_undesirable = self._num_samples - self._num_desirable
+        counts = {"reward_desirable": self._num_desirable, "reward_undesirable": num_undesirable}
         scaled = {}
         for name, count in counts.items():
-            scaled[name] = metrics[name] * (state.num_samples / count if count else math.nan)
+            scaled[name] = metrics[name] * (self._num_samples / count if count else math.nan)
         return scaled
 
     def summarize(self, totals: EvaluationTotals) -> dict[str, float]:

@@ -153,12 +153,18 @@ def has_labels(labels: Tensor) -> Tensor:
     return (labels[:, 1:] != IGNORE_INDEX).any(dim=1)
 
 
-class PreferenceFinetune(LLMFinetune):
-    """Trains a language model in comparison with a frozen reference model. A subclass defines the loss."""
+class AnswerFinetune(LLMFinetune):
+    """A recipe with a loss of complete answers."""
 
+    # Each answer has a separate row: the loss needs the probability of each one.
     shares_rows = False
     uses_dropout = False
     unsupported: ClassVar[Sequence[Unsupported]] = OF_ANSWERS
+
+
+class PreferenceFinetune(AnswerFinetune):
+    """Trains a language model in comparison with a frozen reference model. A subclass defines the loss."""
+
     reference: Reference
 
     def config_problems(self) -> list[Problem]:
@@ -277,15 +283,11 @@ def label_counts(rows: Tensors) -> Tensor:
     return (rows["labels"][:, 1:] != IGNORE_INDEX).sum(dim=1)
 
 
-class PairFinetune(LLMFinetune):
+class PairFinetune(AnswerFinetune):
     """A recipe with pairs as its data. A subclass defines the loss."""
 
     sample_noun = "pair"
     rows_per_sample = 2
-    # Each answer has a separate row: the loss needs the probability of each one.
-    shares_rows = False
-    uses_dropout = False
-    unsupported: ClassVar[Sequence[Unsupported]] = OF_ANSWERS
 
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names. Raises :class:`RecipeError` if its first sample is not a pair."""

@@ -113,14 +113,13 @@ class Pretrain(LLMFinetune):
                 "a packed stream has no end, so a validation of it would have none",
                 where="validation_dataset",
                 value="streaming: true with packed_sequence",
-                hint="read the validation data without streaming",
             )
         if self.config.step_scheduler.max_steps is None:
             raise RecipeError(
                 "a packed stream has no end: it begins again in another order",
                 where="step_scheduler.max_steps",
                 value="null",
-                hint="set the number of steps",
+                hint="set step_scheduler.max_steps",
             )
         return loader
 
@@ -172,7 +171,7 @@ def _packed_mixture(
             "a packed stream has no end, so its epochs have no length",
             where="dataset.num_samples",
             value=mixture.num_samples,
-            hint="remove num_samples, and set step_scheduler.max_steps",
+            hint="remove the key",
         )
     sources = {}
     for name, source in mixture.sources.items():

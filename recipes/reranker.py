@@ -23,16 +23,10 @@ from automodel_ckpt.loss.ranking import listwise_losses
 from automodel_ckpt.models.inspect.interface import text_inputs
 from automodel_ckpt.models.task_head import SEQUENCE_CLASSIFICATION, set_one_score
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.kinds.embedding import (
-    check_attention,
-    misplaced_in_data,
-    see_both_ways,
-)
+from automodel_ckpt.training.kinds.embedding import BothWays, misplaced_in_data
 from automodel_ckpt.training.model.sections import row_multiple
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.records import BatchSize, LossSum
-
-_ATTENTION = "reranker.attention"
 
 
 class Listwise(Objective):
@@ -68,7 +62,7 @@ def _counts_of(micro_batch: Tensors) -> torch.Tensor:
     return counts[:0] if is_filler else counts
 
 
-class Reranker(LLMFinetune):
+class Reranker(BothWays, LLMFinetune):
     """Trains ``model`` to give the right document of a query in ``dataset`` a higher score than the others."""
 
     auto_class = AutoModelForSequenceClassification
@@ -77,8 +71,6 @@ class Reranker(LLMFinetune):
     sample_noun = "list"
     unsupported = WITH_HEAD
     objective_class = Listwise
-    _probes_attention = False
-    """Whether the recipe lets the tokens of a decoder see later ones, which its model may not support."""
 
     section_key, section_class = "reranker", RerankerConfig
 
@@ -92,15 +84,7 @@ class Reranker(LLMFinetune):
         config = super().build_model_config()
         assert config is not None  # a model by _target_ is not supported
         set_one_score(config, self.tokenizer)
-        if self.section.attention == "bidirectional":
-            self._probes_attention = see_both_ways(self.config, config, _ATTENTION)
         return config
-
-    def build_trainable(self, *arguments: Any, **keywords: Any) -> Any:
-        trainable = super().build_trainable(*arguments, **keywords)
-        if self._probes_attention and not self.is_dry_run:
-            check_attention(trainable, self.config, self.layout, _ATTENTION)
-        return trainable
 
     def build_dataset(self, section: Target) -> Any:
         template = self.section.template

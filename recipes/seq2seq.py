@@ -45,10 +45,9 @@ def shifted(model: Any, labels: Tensor) -> Tensor:
         if function is not None:
             return function(labels, config.pad_token_id, config.decoder_start_token_id)  # type: ignore[no-any-return]
     raise RecipeError(
-        "this model does not state how the inputs of its decoder follow from the labels",
+        "this model does not state how decoder_input_ids, which dataloader.collate_fn can return, follow from labels",
         where="model",
         value=type(inner).__name__,
-        hint="let dataloader.collate_fn return decoder_input_ids",
     )
 
 
@@ -62,11 +61,6 @@ def start_token(config: PreTrainedConfig | None) -> int | None:
         # T5Gemma.
         token = getattr(getattr(config, "decoder", None), "bos_token_id", None)
     return token if isinstance(token, int) else None
-
-
-_START_HINT = (
-    "set decoder_start_token_id and pad_token_id in model.from_config, or in model.config_overrides"
-)
 
 
 def check_forward(config: PreTrainedConfig) -> None:
@@ -87,24 +81,22 @@ def check_forward(config: PreTrainedConfig) -> None:
 def check_shift(model: Any, config: PreTrainedConfig) -> None:
     """Raise :class:`RecipeError` if the inputs of the decoder of *model* cannot follow from labels."""
     token = 1 if getattr(config, "pad_token_id", None) == 0 else 0
+    found = ""
     try:
         first = int(shifted(model, torch.tensor([[token, token]]))[0, 0])
+        size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+        if size is not None and not 0 <= first < size:
+            found = f"it starts with token {first} of {size}"
     except RecipeError:
         raise
     except Exception as error:
+        found = class_and_message(error)
+    if found:
         raise RecipeError(
             "the inputs of the decoder cannot follow from the labels",
             where="model",
-            value=class_and_message(error),
-            hint=_START_HINT,
-        ) from error
-    size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
-    if size is not None and not 0 <= first < size:
-        raise RecipeError(
-            "the decoder starts with a token that is not in its vocabulary",
-            where="model",
-            value=f"token {first} of {size}",
-            hint=_START_HINT,
+            value=found,
+            hint="set decoder_start_token_id and pad_token_id in model.from_config, or in model.config_overrides",
         )
 
 
@@ -171,7 +163,7 @@ class Seq2Seq(LLMFinetune):
         problems = super().config_problems()
         if self.config.compile.enabled:
             what = "the recipe seq2seq does not support compile"
-            problems.append(Problem(what, "compile.enabled", True, "remove the section compile"))
+            problems.append(Problem(what, "compile.enabled", True, "remove the key"))
         return problems
 
     def build_model_config(self) -> PreTrainedConfig | None:
@@ -183,7 +175,6 @@ class Seq2Seq(LLMFinetune):
                 "the recipe seq2seq trains models with an encoder and a decoder for texts",
                 where="model",
                 value=f"a {config.model_type} model",
-                hint="use a model such as T5 or BART; for models with audio see recipe: vlm_finetune",
             )
         check_forward(config)
         if not hasattr(config, "decoder_start_token_id") and not hasattr(config, "decoder"):

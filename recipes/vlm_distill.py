@@ -8,8 +8,7 @@ from __future__ import annotations
 from automodel_ckpt.errors import Problem
 from automodel_ckpt.recipes.distill import DistillationRecipe
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
-from automodel_ckpt.training.kinds.teacher import PretrainedTeacher
-from automodel_ckpt.training.kinds.teacher_images import check_images
+from automodel_ckpt.training.kinds.teacher import PretrainedTeacher, check_images
 
 
 class VLMDistill(DistillationRecipe, VLMFinetune):

@@ -52,7 +52,6 @@ class VLMFinetune(Recipe):
                 "a vision-language model's tokenizer is part of its processor",
                 where="tokenizer",
                 value="a tokenizer section",
-                hint="give a processor section instead",
             )
 
     def build(self) -> None:
@@ -78,7 +77,7 @@ class VLMFinetune(Recipe):
                 "samples with audio cannot be packed",
                 where="packed_sequence",
                 value=f"size: {packing.size}; the data may have: {', '.join(sorted(self.media))}",
-                hint="remove packed_sequence, or train on data without audio",
+                hint="remove the key",
             )
         return for_each_source(dataset, partial(self._packed, packing.size))
 

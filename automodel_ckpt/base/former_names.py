@@ -41,7 +41,7 @@ FORMER = {
     "training.kinds.embedding_checks": "training.kinds.embedding",
     "training.kinds.embedding_pairs": "training.kinds.embedding",
     "training.measure.evaluation": "training.values.records",
-    "training.model.row_sharing": "training.model.sections",
+    "training.model.row_sharing": "training.model.probes",
     "training.muon": "optim.muon",
     "training.rng": "base.rng",
     "training.start.start_rank": "training.recipe",

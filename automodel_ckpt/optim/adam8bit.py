@@ -68,7 +68,6 @@ class AdamW8bit(torch.optim.Optimizer):
                 "the block of an 8-bit optimizer is not a power of two of at least 32",
                 where="optimizer.block_size",
                 value=block_size,
-                hint="use 256",
             )
         self.block_size = block_size
         self.min_elements = min_elements
@@ -83,19 +82,6 @@ class AdamW8bit(torch.optim.Optimizer):
                 value="weights in float16",
                 hint="set model.dtype: bfloat16",
             )
-
-    @property
-    def state_summary(self) -> str:
-        """The types of the state, for the log, which states the types of the parameters in another line."""
-        types = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
-        text = "moments of matrices in 8 bits"
-        if torch.bfloat16 in types:
-            text += "; bfloat16 weights "
-            if self.float32_weights:
-                text += "with further bits, updated as float32 weights"
-            else:
-                text += "lose updates below 1/256 of a weight (float32_weights)"
-        return text
 
     @property
     def state_options(self) -> dict[str, bool]:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from automodel_ckpt.base.kernel_trial import has_triton, succeeds
-from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import RecipeError
 
 LEAST_ELEMENTS: float = 2**22
@@ -47,13 +52,8 @@ def check_optimizer(optimizer: object, takes_own_steps: bool) -> None:
             "the optimizer is not a torch.optim.Optimizer",
             where="optimizer",
             value=type(optimizer).__name__,
-            hint="return one from this section's function or class",
         )
-    needed = [
-        p.name
-        for p in inspect.signature(optimizer.step).parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    needed = _required_arguments(optimizer.step)
     if needed and not takes_own_steps:
         raise RecipeError(
             "this optimizer evaluates the loss several times in a step, but the recipe computes it once",
@@ -61,6 +61,14 @@ def check_optimizer(optimizer: object, takes_own_steps: bool) -> None:
             value=f"{type(optimizer).__name__}.step({', '.join(needed)})",
             hint="use another optimizer, or override train_step in a recipe of your own",
         )
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    return [
+        each.name
+        for each in inspect.signature(function).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
 
 
 def check_sharding_support(optimizer: torch.optim.Optimizer, error: Exception) -> None:
@@ -319,3 +327,161 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 def _layout_of(tensor: Tensor) -> object:
     """The mesh and the placements of a DTensor; None for another tensor."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+log = logging.getLogger("automodel_ckpt")
+
+_MAX_AUTOMATIC_WARMUP = 1000
+
+
+def build_schedule(
+    optimizer: Optimizer,
+    name: str,
+    *,
+    total_steps: int | None,
+    warmup_steps: int | str | None = None,
+    warmup_ratio: float | None = None,
+    warmup_from: float = 0.0,
+    decay_steps: int | None = None,
+    kwargs: Values | None = None,
+) -> LRScheduler:
+    """Build the schedule *name* over *decay_steps* (default: *total_steps*), which include the warm-up.
+
+    *warmup_steps* is a number, or ``auto``: a tenth of *total_steps*, rounded down, and at most 1000. The warm-up
+    begins at the fraction *warmup_from* of the rate. The warm-up of *warmup_ratio* is
+    rounded up, as in transformers.
+    Raises :class:`RecipeError` if the schedule requires an unknown length (a stream without max_steps), or does not
+    accept *kwargs*.
+    """
+    # Imported here, because these modules import half of transformers' trainer and peft.
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
+    from transformers.trainer_utils import SchedulerType
+
+    length = decay_steps or total_steps
+    function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
+    parameters = inspect.signature(function).parameters
+    warms_up, decays = "num_warmup_steps" in parameters, "num_training_steps" in parameters
+    decays_or_warms_up = decays or warmup_ratio is not None
+    for key, value, is_used in (
+        ("warmup_steps", warmup_steps, warms_up),
+        ("warmup_ratio", warmup_ratio, warms_up),
+        ("warmup_from", warmup_from or None, warms_up),
+        ("decay_steps", decay_steps, decays_or_warms_up),
+    ):
+        if value is not None and not is_used:
+            raise RecipeError(
+                f"the schedule {name} does not use {key}",
+                where=f"lr_scheduler.{key}",
+                value=value,
+            )
+    is_tenth = warmup_steps == "auto"
+    if (length is None and decays_or_warms_up) or (total_steps is None and is_tenth):
+        key = "warmup_steps" if is_tenth else "name"
+        raise RecipeError(
+            "this schedule requires the number of steps, which the data set does not define",
+            where=f"lr_scheduler.{key}",
+            value=warmup_steps if is_tenth else name,
+            hint="set step_scheduler.max_steps",
+        )
+    if is_tenth:
+        warmup_steps = min(_MAX_AUTOMATIC_WARMUP, (total_steps or 0) // 10)
+    warmup = int(warmup_steps or 0)
+    if warmup_ratio is not None and length is not None:
+        warmup = math.ceil(length * warmup_ratio)
+    if total_steps is not None and warmup >= total_steps > 1:
+        log.warning(
+            "the learning rate does not reach its peak: it warms up for %d steps, and the run has %d "
+            "(lr_scheduler.warmup_steps)",
+            warmup,
+            total_steps,
+        )
+    # get_scheduler ignores what the constant schedules do not accept. last_epoch belongs to the checkpoint.
+    unknown = sorted((kwargs or {}).keys() - (parameters.keys() - {"last_epoch"}))
+    try:
+        if unknown:
+            raise TypeError(f"{name} has no argument {', '.join(unknown)}")
+        schedule: LRScheduler = get_scheduler(name, optimizer, warmup, length, dict(kwargs or {}))
+        if warmup_from and isinstance(schedule, LambdaLR):
+            # A partial has the state of transformers' own factors: none.
+            schedule.lr_lambdas = [
+                partial(_raised, each, warmup, warmup_from) for each in schedule.lr_lambdas
+            ]
+            follow_schedule(schedule)
+        # Errors in the values must not appear only after the warm-up.
+        for factor in getattr(schedule, "lr_lambdas", ()):
+            factor(warmup)
+            factor(length or warmup + 1)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise RecipeError(
+            f"the schedule {name} cannot be computed with these values",
+            where="lr_scheduler.kwargs",
+            value=f"{dict(kwargs or {})} ({type(error).__name__}: {error})",
+            hint="correct them, or remove them to use the schedule's defaults",
+        ) from error
+    return schedule
+
+
+def _raised(factor: Callable[[int], float], warmup: int, start: float, step: int) -> float:
+    """The factor of a schedule at *step*, if its warm-up of *warmup* steps begins at *start* instead of 0."""
+    value = float(factor(step))
+    if step >= warmup:
+        return value
+    return start + (1 - start) * value
+
+
+def check_scalable(optimizer: Optimizer) -> None:
+    """Raise :class:`RecipeError` if *optimizer* has no learning rates that a schedule could scale."""
+    if any(group["lr"] is None for group in optimizer.param_groups):
+        raise RecipeError(
+            "the optimizer sets its own learning rates, which a schedule cannot scale",
+            where="lr_scheduler",
+            value=f"{type(optimizer).__name__} without lr",
+            hint="remove the section lr_scheduler, or set optimizer.lr (Adafactor: and relative_step: false)",
+        )
+
+
+def check_schedule(schedule: object) -> None:
+    """Raise :class:`RecipeError` unless *schedule* is a schedule of torch that depends on nothing but the step."""
+    if not isinstance(schedule, LRScheduler):
+        raise RecipeError(
+            "the schedule is not a torch.optim.lr_scheduler.LRScheduler",
+            where="lr_scheduler",
+            value=type(schedule).__name__,
+        )
+    if needed := _required_arguments(schedule.step):
+        raise RecipeError(
+            "this schedule needs more than the step",
+            where="lr_scheduler",
+            value=f"{type(schedule).__name__}.step({', '.join(needed)})",
+            hint="use another schedule; step_scheduler.early_stopping ends a run that no longer improves",
+        )
+
+
+def follow_schedule(schedule: LambdaLR) -> None:
+    """Set the learning rates that *schedule* has at its current step.
+
+    A loaded state contains the rates of the schedule that saved it, which may have been another one.
+    """
+    rates = [
+        base * factor(schedule.last_epoch)
+        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    # What get_last_lr() returns; LRScheduler has no setter.
+    schedule._last_lr = rates
+
+
+def fast_forward(schedule: LRScheduler, num_steps: int) -> None:
+    """Set a new *schedule* and the learning rates of its optimizer to their state after *num_steps* steps."""
+    if isinstance(schedule, LambdaLR):
+        # LambdaLR computes rates from last_epoch alone. step() would warn if the count did not match.
+        schedule.last_epoch = num_steps
+        schedule._step_count = num_steps + 1
+        follow_schedule(schedule)
+        return
+    with warnings.catch_warnings():
+        # torch warns because no step of the optimizer precedes these.
+        warnings.simplefilter("ignore")
+        for _ in range(num_steps):
+            schedule.step()

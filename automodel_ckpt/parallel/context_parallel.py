@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh import context_group
+from automodel_ckpt.parallel.mesh import context_group, exchange
 from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.tensor_parallel import base_and_prefix
@@ -53,7 +51,7 @@ def context_parallel_error(model: nn.Module, reason: str) -> RecipeError:
         "this model does not support context parallelism",
         where=_WHERE,
         value=f"{type(base_and_prefix(model)[0]).__name__.removeprefix('FSDP')}: {reason}",
-        hint="remove cp_size; fsdp2, tp_size and activation_checkpointing save memory too",
+        hint="remove the key",
     )
 
 
@@ -179,8 +177,7 @@ class ContextParallel:
         parts = tensor.reshape(len(tensor), self.size, -1, *tensor.shape[2:]).movedim(1, 0)
         # Collective in the forward pass, in recomputation and in the backward pass: the ranks of a
         # group must run their layers in the same order.
-        received: Tensor = _AllToAll.apply(parts, self._group)  # type: ignore[no-untyped-call]
-        return received.movedim(0, 2).flatten(2, 3)
+        return exchange(parts, self._group).movedim(0, 2).flatten(2, 3)
 
 
 @contextmanager
@@ -195,24 +192,6 @@ def _key_value_groups(module: Any, heads_per_key: int) -> Iterator[None]:
         yield
     finally:
         module.num_key_value_groups = before
-
-
-class _AllToAll(torch.autograd.Function):
-    """Send part i of each rank's tensor [ranks, ...] to rank i. The gradient is the same exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        sent = parts.contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        # A view: torch 2.11 compiles this function without its gradient if the result was changed in place.
-        return received.view_as(received)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        sent: Tensor = _AllToAll.apply(gradient, ctx.group)  # type: ignore[no-untyped-call]
-        return sent, None
 
 
 def _make_exchanging(name: str) -> None:

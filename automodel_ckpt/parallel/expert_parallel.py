@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.mesh import exchange
 from automodel_ckpt.parallel.mesh_sizes import RankLayout
 
 _WHERE = "distributed.ep_size"
@@ -49,7 +50,7 @@ def check_experts(model: nn.Module, layout: RankLayout) -> None:
             "this model has no experts that expert parallelism could divide",
             where=_WHERE,
             value=f"{sizes.ep}; {type(model).__name__}",
-            hint="remove ep_size: fsdp2 shards any model",
+            hint="remove the key",
         )
     for name, module in experts.items():
         num_experts = _num_experts(module)
@@ -136,9 +137,9 @@ class _TokenExchange:
         # One copy to the host: each waits for the device.
         splits = torch.stack([num_sent.sum(1), num_received.sum(1)]).tolist()
         sent_splits, received_splits = splits
-        received = _exchange(tokens, sent_splits, received_splits, self._group)
+        received = exchange(tokens, self._group, sent_splits, received_splits)
         outputs = self._outputs_of_experts(received, num_received)
-        returned = _exchange(outputs, received_splits, sent_splits, self._group)
+        returned = exchange(outputs, self._group, received_splits, sent_splits)
         by_token = returned[torch.argsort(order)].view(-1, top_k, tokens.shape[-1])
         weighted: Tensor = by_token * top_k_weights.reshape(-1, top_k, 1)
         return weighted.sum(1).to(hidden_states.dtype)
@@ -149,13 +150,6 @@ class _TokenExchange:
         *chosen* are the experts of this rank's tokens, numbered over all ranks.
         """
         num_sent = torch.bincount(chosen, minlength=self._num_experts)
-        if num_sent.numel() > self._num_experts:
-            raise RecipeError(
-                "the router chose an expert that no rank stores",
-                where=_WHERE,
-                value=f"expert {num_sent.numel() - 1} of {self._num_experts}",
-                hint="remove ep_size: expert parallelism does not support the experts of this model",
-            )
         num_sent = num_sent.view(self._num_ranks, -1)
         num_received = torch.empty_like(num_sent)
         dist.all_to_all_single(num_received, num_sent, group=self._group)
@@ -198,34 +192,3 @@ def _local_parameters(module: nn.Module, gradient_scale: float) -> Iterator[None
     finally:
         for name in parameters:
             del attributes[name]
-
-
-class _Exchange(torch.autograd.Function):
-    """Consecutive rows of a tensor, sent to the ranks of a group; the gradient takes the opposite way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
-        sent: list[int],
-        received: list[int],
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        result = tensor.new_empty(sum(received), *tensor.shape[1:])
-        dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _exchange(
-    tensor: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Send consecutive rows of *tensor* to the ranks of *group*, *sent* rows to each; returns the *received* rows.
-
-    Collective. The gradient takes the opposite way.
-    """
-    return _Exchange.apply(tensor, sent, received, group)  # type: ignore[no-any-return, no-untyped-call]

@@ -204,7 +204,7 @@ class NotGathered(Tensor):
             "the model computes with a weight of a layer outside of the layer, where fsdp2 has not gathered it",
             where="distributed.strategy",
             value=f"{name} with a weight of {layers[0] or 'the model'}",
-            hint="call the layer (not its forward method), or set distributed.strategy to ddp",
+            hint="set distributed.strategy to ddp",
         )
 
     def _without_memory(self) -> Tensor:
@@ -264,7 +264,7 @@ def check_gathered_types(model: nn.Module) -> None:
                 "the model converts a parameter in its forward pass, which fsdp2 does not support",
                 where="distributed.strategy",
                 value=f"fsdp2, {name}: from {expected} to {gathered.dtype}",
-                hint="convert the layer where the model is built, or set distributed.strategy to ddp",
+                hint="set distributed.strategy to ddp",
             )
 
 

@@ -353,3 +353,38 @@ class _Gather(torch.autograd.Function):
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total[dist.get_rank(ctx.group)], None
+
+
+def exchange(
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    sent: list[int] | None = None,
+    received: list[int] | None = None,
+) -> Tensor:
+    """Send consecutive rows of *tensor* to the ranks of *group*, and return the rows that they send to this one.
+
+    *sent* and *received* are the numbers of rows for each rank, by default equal ones. Collective in the forward pass,
+    in recomputation and in the backward pass, in which the gradient takes the opposite way.
+    """
+    return _Exchange.apply(tensor, group, sent, received)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        group: dist.ProcessGroup,
+        sent: list[int] | None,
+        received: list[int] | None,
+    ) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        num_rows = len(tensor) if received is None else sum(received)
+        result = tensor.new_empty(num_rows, *tensor.shape[1:])
+        dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)
+        # A view: torch 2.11 compiles this function without its gradient if the result was changed in place.
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange(gradient, ctx.group, ctx.received, ctx.sent), None, None, None

@@ -173,22 +173,19 @@ def share_out(
             f"{counted(world_size, 'rank')}",
             hint=hint,
         )
-    if dp % dp_replicate_size:
-        raise RecipeError(
-            "the data parallel ranks are not divisible by dp_replicate_size",
-            where=f"{_WHERE}.dp_replicate_size",
-            value=f"{dp_replicate_size} of {dp} data parallel ranks",
-            hint=f"set it to a divisor of {dp}",
-        )
     dp_shard = dp // dp_replicate_size
     sizes = Sizes(dp_replicate_size, dp_shard, tp_size, pp_size, cp_size, ep_size)
-    if sizes.expert_parts % ep_size:
-        raise RecipeError(
-            "the ranks that shard the model are not divisible by ep_size",
-            where=f"{_WHERE}.ep_size",
-            value=f"{ep_size} of {sizes.expert_parts} ranks",
-            hint=f"set it to a divisor of {sizes.expert_parts}",
-        )
+    for key, divisor, num_ranks, what in (
+        ("dp_replicate_size", dp_replicate_size, dp, "the data parallel ranks"),
+        ("ep_size", ep_size, sizes.expert_parts, "the ranks that shard the model"),
+    ):
+        if num_ranks % divisor:
+            raise RecipeError(
+                f"{what} are not divisible by {key}",
+                where=f"{_WHERE}.{key}",
+                value=f"{divisor} of {num_ranks} ranks",
+                hint=f"set it to a divisor of {num_ranks}",
+            )
     return sizes
 
 
@@ -227,5 +224,5 @@ def require_replicas(strategy: Strategy, sizes: Sizes, where: str) -> None:
             "the model has no replicas to compare",
             where=where,
             value=f"mesh: {sizes}",
-            hint="use distributed.strategy ddp or dp_replicate_size above 1, or remove verify_replicas",
+            hint="remove the key",
         )

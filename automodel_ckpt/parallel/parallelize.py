@@ -69,7 +69,7 @@ def check_parallelism(how: Parallelism, layout: RankLayout) -> None:
             "CPU offload needs fsdp2, and the memory of a GPU to offload from",
             where="distributed.cpu_offload",
             value=f"strategy {strategy}, device {layout.device}",
-            hint="set distributed.strategy to fsdp2 and train on GPUs, or remove cpu_offload",
+            hint="remove the key",
         )
 
 
@@ -171,7 +171,7 @@ def _not_sharded(model: nn.Module, how: Parallelism, *, is_one_rank: bool) -> se
                 "fsdp2 cannot train a parameter without dimensions",
                 where="distributed.strategy",
                 value=f"fsdp2, {name}",
-                hint=f"set distributed.strategy to ddp, or freeze the parameter (model.freeze: [{name}])",
+                hint="set distributed.strategy to ddp",
             )
         is_kept = name in how.float32_names and not parameter.requires_grad
         is_not_cast = is_kept or parameter.dtype == how.compute_dtype

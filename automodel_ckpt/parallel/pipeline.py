@@ -40,7 +40,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         hidden_states: Tensor,
         device: torch.device,
-        kind: Kind = "1f1b",
+        kind: Kind,
     ) -> None:
         """*model* is the stage *number* (from 0) of *num_stages*, and is already sharded.
 
@@ -55,27 +55,17 @@ class Pipeline:
         self._hidden_states = hidden_states
         self._kind = kind
         self._schedules: dict[tuple[bool, int], Any] = {}
-        self._weight = 1.0
+        self._weight = 0.0
 
-    def train(
-        self, compute: Compute, shapes: Sequence[tuple[int, int]], weight: float
+    def run(
+        self, compute: Compute, shapes: Sequence[tuple[int, int]], weight: float | None
     ) -> list[Tensor]:
-        """Run forward and backward of micro-batches of these *shapes* (rows, length).
+        """Run forward and backward of micro-batches of these *shapes* (rows, length), or only forward without a weight.
 
         Gradients belong to the sum of all losses times *weight*, and are reduced over the data parallel ranks. Returns
         the unweighted losses on the rank with the last stage, and an empty list on the others.
         """
-        self._weight = weight
-        return self._run(compute, shapes, training=True)
-
-    def evaluate(self, compute: Compute, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Run forward only, without gradients. Returns the losses on the rank with the last stage, and an empty list
-        on others."""
-        return self._run(compute, shapes, training=False)
-
-    def _run(
-        self, compute: Compute, shapes: Sequence[tuple[int, int]], *, training: bool
-    ) -> list[Tensor]:
+        is_training, self._weight = weight is not None, weight or 0.0
         num = len(shapes)
         if num == 0:
             return []
@@ -86,7 +76,7 @@ class Pipeline:
             self._part.capacity = num_tokens
             # Schedules contain the shape of the tensors that they exchange.
             self._schedules.clear()
-        schedule = self._schedules.get((training, num)) or self._new_schedule(training, num)
+        schedule = self._schedules.get((is_training, num)) or self._new_schedule(is_training, num)
         # torch splits its arguments into micro-batches, so each forward pass gets its number.
         numbers = torch.arange(num)
         args = (numbers,) if self._number == 0 else ()
@@ -95,11 +85,11 @@ class Pipeline:
             "target": numbers if self._number == self._num_stages - 1 else None,
             "return_outputs": False,
         }
-        run = schedule.step if training else schedule.eval
+        run = schedule.step if is_training else schedule.eval
         self._part.work = (compute, shapes)
         self._losses = []
         try:
-            with torch.set_grad_enabled(training):
+            with torch.set_grad_enabled(is_training):
                 run(*args, **options)
             return self._losses
         finally:

@@ -40,6 +40,11 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": lambda: Replicated(partial=True),
     "replicate": lambda: Replicated(),
 }
+OTHER_PLAN = (
+    "remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan with names of "
+    f"model.named_modules() and the styles {', '.join(_STYLES)}"
+)
+"""The hint of errors about plans."""
 _MAX_NAMED = 5
 _SPLIT = {"colwise": "out_features", "rowwise": "in_features"}
 
@@ -131,7 +136,7 @@ def check_plan_support(error: Exception, tp_size: int) -> None:
         "calling them",
         where=_WHERE,
         value=f"{tp_size}; {str(error).splitlines()[0][:160]}",
-        hint="remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan",
+        hint=OTHER_PLAN,
     ) from error
 
 
@@ -221,7 +226,7 @@ def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[s
             "this model has no tensor parallel plan",
             where=_WHERE,
             value=f"{tp_size}, with {type(model).__name__}",
-            hint="remove tp_size (fsdp2 shards any model), or write a plan and set distributed.tp_plan",
+            hint=OTHER_PLAN,
         )
     faults = [
         f"{pattern} (matches no module)"
@@ -235,8 +240,7 @@ def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[s
             "the tensor parallel plan does not fit this model",
             where=_WHERE,
             value=f"{tp_size}; {', '.join(faults[:_MAX_NAMED])}{more}",
-            hint="remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan with names of "
-            f"model.named_modules() and the styles {', '.join(_STYLES)}",
+            hint=OTHER_PLAN,
         )
     styles = {}
     for name, style in found.items():
@@ -422,6 +426,6 @@ def _blocks(model: nn.Module) -> tuple[str, list[str]]:
             "sequence parallelism supports only models built like Llama and Qwen",
             where="distributed.sequence_parallel",
             value=type(model).__name__,
-            hint="remove sequence_parallel: tensor parallelism works without it",
+            hint="remove the key",
         )
     return prefix, [f"{prefix}layers.{number}" for number in range(len(layers))]

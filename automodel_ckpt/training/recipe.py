@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.base.rng import StatefulRNG, seed_everything
 from automodel_ckpt.base.version import __version__
 from automodel_ckpt.checkpoint import Checkpointer, discover
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.layout import AVERAGE
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Values
+from automodel_ckpt.checkpoint.parts.discovery import left_out
 from automodel_ckpt.checkpoint.run.notes import DONE, STOPPED
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.recipe_rules import (
@@ -31,20 +33,14 @@ from automodel_ckpt.config.recipe_rules import (
     has_validation,
     unused_without_checkpoints,
 )
-from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.errors import RecipeError, Stopped
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, Stopped
 from automodel_ckpt.models.inspect.interface import listed
 from automodel_ckpt.parallel.mesh import close_distributed, init_distributed
 from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.parallelize import check_parallelism
-from automodel_ckpt.parallel.precision import (
-    float32_precision,
-    resolve_precision,
-    set_float32_precision,
-)
 from automodel_ckpt.parallel.ranks import agree
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
-from automodel_ckpt.parallel.ranks.stop import PeerStop, StopRequest, stop_request
+from automodel_ckpt.parallel.ranks.stop import PeerStop, stop_request
 from automodel_ckpt.training.gradients import BatchErrors
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.measure.measurements import (
@@ -53,11 +49,17 @@ from automodel_ckpt.training.measure.measurements import (
     metric_names,
     validate_metric_keys,
 )
-from automodel_ckpt.training.model.sections import parallelism
+from automodel_ckpt.training.model.sections import (
+    compute_dtype,
+    float32_precision,
+    parallelism,
+    resolve_precision,
+    set_float32_precision,
+)
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.parts.preprocessors import set_generation
-from automodel_ckpt.training.recipe_parts import RecipeParts
-from automodel_ckpt.training.saves.checkpointing import (
+from automodel_ckpt.training.recipe_parts import (
+    RecipeParts,
     check_export,
     check_uploads,
     model_layout,
@@ -65,8 +67,10 @@ from automodel_ckpt.training.saves.checkpointing import (
     open_memory,
     replica_check,
 )
-from automodel_ckpt.training.start.base_commit import pin_base
-from automodel_ckpt.training.start.resume import check_own, load_checkpoint, log_omitted_state
+from automodel_ckpt.training.resume import (
+    load_checkpoint,
+    pin_base,
+)
 from automodel_ckpt.training.values.run_log import RunLog
 
 log = logging.getLogger("automodel_ckpt")
@@ -115,53 +119,6 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{key}.{name}" if key else str(name))
     else:
         yield key, value
-
-
-def start_rank(
-    config: RecipeConfig, config_yaml: str, resources: ExitStack
-) -> tuple[RankLayout, StopRequest, RunLog]:
-    """Open the process groups and the log, and seed all ranks equally, so that they draw the same fresh weights.
-
-    *config_yaml* is the text of the resolved recipe, which all ranks compare. *resources* gets what closes the groups
-    and the log. Collective. Raises :class:`RecipeError` on all ranks if their recipes differ.
-    """
-    section = config.distributed
-    if config.logging.trackers:
-        from automodel_ckpt.logs.trackers import require_trackers
-
-        require_trackers(config.logging.trackers, has_logs=config.checkpoint.enabled)
-    # Registered before the groups exist: init_distributed may fail after it has opened some.
-    resources.callback(close_distributed)
-    layout = init_distributed(
-        backend=section.backend,
-        timeout_minutes=section.timeout_minutes,
-        **section.mesh_sizes,
-    )
-    # First: with another learning rate on one node, its shards would train apart silently.
-    validate_equal_on_all_ranks(config_yaml, layout.gloo_group)
-    request = stop_request()
-    if layout.world_size > 1:
-        # torch has no public function for the default store.
-        peer_stop = PeerStop(request, dist.distributed_c10d._get_default_store())
-        resources.callback(peer_stop.close)
-    if not sys.stderr.isatty():
-        # A file would get each state of a progress bar.
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    run_log = RunLog(config.logging, layout)
-    resources.callback(run_log.close)
-    if unused := unused_without_checkpoints(config):
-        log.info(
-            "nothing is saved, because checkpoint.enabled is false; no effect: %s",
-            ", ".join(unused),
-        )
-    if config.deterministic:
-        # cuBLAS reads it when it is initialized; without it, deterministic algorithms raise on GPUs.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.deterministic)
-    device_type = layout.device.type
-    set_float32_precision(float32_precision(config, device_type), device_type)
-    seed_everything(config.seed)
-    return layout, request, run_log
 
 
 _PACKAGE = "automodel_ckpt."
@@ -216,7 +173,6 @@ def check_classes(recipe: Any, base: Any) -> None:
                 f"{name} of the recipe must be a subclass of {kind.__name__}",
                 where=f"{type(recipe).__name__}.{name}",
                 value=named,
-                hint=f"derive the class from {kind.__module__}.{kind.__name__}",
             )
         if getattr(named, method, None) is not getattr(kind, method, None):
             own.append(f"{named.__name__}.{method}")
@@ -230,20 +186,17 @@ def check_classes(recipe: Any, base: Any) -> None:
 
 
 def check_model(recipe: Any) -> None:
-    """Raise :class:`RecipeError` if ``build`` created no model, or replaced ``model`` alone: the loop would train the
-    former one."""
-    what = "the recipe's build() has created no model"
-    hint = "call super().build() in it, and then add your own attributes"
-    model = getattr(recipe, "model", None)
-    if model is not None and hasattr(recipe, "trainable"):
-        if model is recipe.trainable.model:
-            return
-        what = (
-            "the recipe replaces model after build_trainable, and the loop trains trainable.model"
+    """Raise :class:`RecipeError` if ``build`` replaced ``model``, or created none: the loop trains the one of
+    ``trainable``."""
+    trainable = getattr(recipe, "trainable", None)
+    if trainable is None or getattr(recipe, "model", None) is not trainable.model:
+        raise RecipeError(
+            "the recipe's build() has created no model, or model is not the one of trainable, which the loop trains",
+            where=f"{type(recipe).__name__}.build",
+            value=type(getattr(recipe, "model", None)).__name__,
+            hint="call super().build() in it and then add your own attributes; to replace the model, extend "
+            "build_trainable to return dataclasses.replace(trainable, model=...)",
         )
-        hint = "extend build_trainable to return dataclasses.replace(trainable, model=...)"
-    where, value = f"{type(recipe).__name__}.build", type(model).__name__
-    raise RecipeError(what, where=where, value=value, hint=hint)
 
 
 def check_hidden_methods(recipe: object) -> None:
@@ -258,8 +211,35 @@ def check_hidden_methods(recipe: object) -> None:
                 "an attribute hides a method of the recipe",
                 where=f"{kind.__name__}.build",
                 value=name,
-                hint="give the attribute another name",
             )
+
+
+def log_omitted_state(recipe: object, untracked: Collection[str]) -> None:
+    """Log which attributes of *recipe* have state that is not saved, and why."""
+    omitted = dict(left_out(recipe))
+    for name, why in omitted.items():
+        log.debug("not saved, since %s: %s", why, name)
+    for name in sorted(set(untracked) - omitted.keys()):
+        log.warning("untracked names %r, but the recipe has no such attribute", name)
+
+
+def check_own(restore_from: str | None) -> None:
+    """Raise :class:`CheckpointUnusable` if ``checkpoint.restore_from`` is a path with files of another program."""
+    path = Path(restore_from or "").expanduser()
+    is_ours = layout.parse_checkpoint_name(path.name) or os.path.lexists(path / layout.MANIFEST)
+    if restore_from is None or "://" in restore_from or is_ours or not path.is_dir():
+        return
+    from automodel_ckpt.convert.formats.registry import detect
+
+    known = detect(path)
+    if known is not None:
+        raise CheckpointUnusable(
+            f"this is a checkpoint of another program: {known.name}",
+            where="checkpoint.restore_from",
+            value=str(path),
+            hint="import it (`ckpt import DIRECTORY RUN`, with --training-state to continue its run), and name RUN in "
+            "checkpoint.checkpoint_dir; or start from its weights with init_from.path",
+        )
 
 
 class Recipe(RecipeParts):
@@ -304,8 +284,8 @@ class Recipe(RecipeParts):
         check_model(self)
         self.stop_tokens = set_generation(self)
         self.build_weight_average()
-        compute_dtype = parallelism(self.config.distributed).compute_dtype
-        self.run_log.measure_device(compute_dtype or next(self.model.parameters()).dtype)
+        dtype = compute_dtype(self.config.distributed) or next(self.model.parameters()).dtype
+        self.run_log.measure_device(dtype)
         self.run_log.progress.total_steps = self.step_scheduler.planned_steps
         # Random numbers drawn above are the same on all ranks, so that fresh weights are. From here each data-parallel
         # rank has its own, and nothing is drawn before the first step. Tensor parallel ranks, which compute the same
@@ -346,10 +326,46 @@ class Recipe(RecipeParts):
         self._resources.close()
 
     def join_ranks(self) -> RankLayout:
-        """Open the process groups and the log; seed all ranks equally, so that they draw the same fresh weights."""
-        layout, self.stop_request, self.run_log = start_rank(
-            self.config, self.config_yaml, self._resources
+        """Open the process groups and the log, and seed all ranks equally, so that they draw the same fresh weights.
+
+        Collective. Raises :class:`RecipeError` on all ranks if their recipes differ.
+        """
+        config, section, resources = self.config, self.config.distributed, self._resources
+        if config.logging.trackers:
+            from automodel_ckpt.logs.trackers import require_trackers
+
+            require_trackers(config.logging.trackers, has_logs=config.checkpoint.enabled)
+        # Registered before the groups exist: init_distributed may fail after it has opened some.
+        resources.callback(close_distributed)
+        layout = init_distributed(
+            backend=section.backend,
+            timeout_minutes=section.timeout_minutes,
+            **section.mesh_sizes,
         )
+        # First: with another learning rate on one node, its shards would train apart silently.
+        validate_equal_on_all_ranks(self.config_yaml, layout.gloo_group)
+        self.stop_request = stop_request()
+        if layout.world_size > 1:
+            # torch has no public function for the default store.
+            store = dist.distributed_c10d._get_default_store()
+            resources.callback(PeerStop(self.stop_request, store).close)
+        if not sys.stderr.isatty():
+            # A file would get each state of a progress bar.
+            transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        self.run_log = RunLog(config.logging, layout)
+        resources.callback(self.run_log.close)
+        if unused := unused_without_checkpoints(config):
+            log.info(
+                "nothing is saved, because checkpoint.enabled is false; no effect: %s",
+                ", ".join(unused),
+            )
+        if config.deterministic:
+            # cuBLAS reads it when it is initialized; without it, deterministic algorithms raise on GPUs.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(config.deterministic)
+        device_type = layout.device.type
+        set_float32_precision(float32_precision(config, device_type), device_type)
+        seed_everything(config.seed)
         return layout
 
     def check_measurements(self) -> None:

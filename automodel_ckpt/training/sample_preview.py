@@ -18,7 +18,7 @@ from automodel_ckpt.data.samples.teacher_targets import TargetedDataset
 from automodel_ckpt.data.samples.tokenized import LengthSummary, TokenizedDataset, note_lines
 from automodel_ckpt.parallel.mesh_sizes import RankLayout, Sizes
 from automodel_ckpt.training.recipe import Recipe
-from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
+from automodel_ckpt.training.resume import commits_of_run, pin_base
 
 MAX_MEASURED = 200
 """Number of samples that are measured if the data set does not know their lengths."""
@@ -88,9 +88,6 @@ def summary(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "lengths", lengths.lengths_text
     if not is_partial:
         yield "tokens", lengths.tokens_text
-    elif lengths.num_labels is not None:
-        share = 100 * lengths.num_labels / max(lengths.num_tokens, 1)
-        yield "tokens", f"{share:.0f}% of them trained on"
     if is_known:
         truncated, skipped, *_ = samples.counts.tolist()
         yield "truncated", f"{truncated:,}, and {skipped:,} skipped"

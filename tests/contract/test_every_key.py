@@ -326,7 +326,7 @@ tests/distributed/models/test_neftune.py: model.neftune_alpha
 tests/distributed/models/test_profile.py: profile.warmup_steps
 tests/distributed/models/test_weight_average.py: ema ema.decay ema.start_step ema.update_every_steps ema.validate
 tests/distributed/models/test_weight_average.py: checkpoint.export_ema
-tests/distributed/parallel/test_accumulation.py: distributed.defer_gradient_sync
+tests/distributed/parallel/test_unused_gradients.py: distributed.defer_gradient_sync
 tests/distributed/parallel/test_expert_adapters.py: peft.target_parameters
 tests/distributed/parallel/test_expert_parallel.py: distributed.ep_size
 tests/distributed/parallel/test_router_loss.py: model.router_aux_loss

@@ -219,7 +219,7 @@ MISTAKES = {
     ),
     "a directory of models": Mistake(
         ("--model={from_pretrained: '@/models'}", "--tokenizer={from_pretrained: null}"),
-        r"the directory has no model[\s\S]*models has llama\n[\s\S]*with config.json",
+        r"the directory has no model: config.json[\s\S]*models has llama",
         {"models/llama/config.json": "{}"},
     ),
     "a model of a target, and no tokenizer": Mistake(
@@ -353,7 +353,7 @@ def test_each_mistake_ends_the_run_with_a_message_of_ours(tmp_path: Path) -> Non
         for name, (code, message) in ended.items()
         if code != MISTAKES[name].code
         or not re.search(MISTAKES[name].said, message)
-        or not {"where:", "hint:"} <= {*message.split()}
+        or "where:" not in message.split()
     }
     assert wrong == {}
 

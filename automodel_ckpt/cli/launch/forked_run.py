@@ -55,7 +55,7 @@ from automodel_ckpt.errors import (
     AutomodelError,
     RecipeError,
 )
-from automodel_ckpt.parallel.ranks import hang_action
+from automodel_ckpt.parallel.ranks import hangs
 from automodel_ckpt.parallel.ranks.network import is_known
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, stop_request
 
@@ -81,7 +81,7 @@ def launched_rank(
     stop.install()
     # The launcher has blocked them. One that it forwarded meanwhile arrives now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, stop.handled)
-    hang_action.restart = partial(_end_after_hang, failure_dir, rank)
+    hangs.restart = partial(_end_after_hang, failure_dir, rank)
     failures = []
 
     def on_failure(record: FailureRecord) -> None:

@@ -123,7 +123,7 @@ def _run_alone(prepare: Prepare) -> int:
 
 def _run_joined(prepare: Prepare, *, serve: bool) -> int:
     """Run the rank of this process, and return its exit code. With *serve* (srun), rank 0 serves the ranks' store."""
-    from automodel_ckpt.parallel.ranks import hang_action
+    from automodel_ckpt.parallel.ranks import hangs
 
     stop_request().install()
     configure_torch(os.environ)
@@ -142,13 +142,13 @@ def _run_joined(prepare: Prepare, *, serve: bool) -> int:
             print_message(describe(error)[1])
         code = error.exit_code
     else:
-        with hang_action.ending_processes():
+        with hangs.ending_processes():
             code = run_rank(loaded, recipe_class, _report, exit_stopped)
         # All ranks of a node get here as they end, unless a restart follows. The one that owned the memory does the
         # work, or, if it was killed, another one. If all are killed, the memory is kept for the next start. torchrun's
         # agent kills the one that copies 30 seconds after another rank has failed; the memory is then kept, too. No
         # process is left to continue the copy: it would own the run directory when the next start needs it.
-        if not hang_action.has_restarts_left(os.environ):
+        if not hangs.has_restarts_left(os.environ):
             keep_memory(loaded, code, by_rank=True)
     # The store is served until here.
     del store

@@ -24,11 +24,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
+
+from automodel_ckpt.errors import EXIT_INTERNAL
 
 REPORT = "report.txt"
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.2, 15.0
@@ -323,3 +326,43 @@ def report_on(address: ProcessAddress) -> ProcessReport | None:
             stacks = file.read(_MAX_BYTES).decode("utf-8", "replace")
     dumped = ", its stacks were dumped" if stacks else ""
     return ProcessReport(f"does not respond (process {process}){dumped}", stacks)
+
+
+restart: Callable[[str], None] | None = None
+"""Ends this process with a message. It is None when nothing would start it again. A thread of the rank calls it."""
+
+
+@contextmanager
+def ending_processes() -> Iterator[None]:
+    """Within the context, a hang ends this process, so that torchrun, which has started it, restarts the ranks."""
+    global restart
+    before = restart
+    restart = _print_and_end
+    try:
+        yield
+    finally:
+        restart = before
+
+
+def _print_and_end(message: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(f"error: {message}\n")
+    for stream in (sys.stdout, sys.stderr):
+        # A closed terminal.
+        with suppress(OSError, ValueError):
+            stream.flush()
+    # No cleanup: the main thread waits in a collective.
+    os._exit(EXIT_INTERNAL)
+
+
+def may_restart(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher, this program's or torchrun, starts failed ranks again at least once more."""
+    return restart is not None and has_restarts_left(environment)
+
+
+def has_restarts_left(environment: Mapping[str, str]) -> bool:
+    """Whether torch's elastic agent, from torchrun or this program's launcher, restarts ranks that fail now."""
+    counts: list[Any] = [
+        environment.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")
+    ]
+    return all(map(str.isdecimal, counts)) and int(counts[0]) > int(counts[1])

@@ -27,9 +27,8 @@ from automodel_ckpt.models.loss.mtp import mtp_of
 from automodel_ckpt.models.pipeline_stage import parameters_of_stages
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.parallel.model_layers import layers_after_input, separate_ends
-from automodel_ckpt.training.forecast.model_traces import Traces, image_bytes, trace_of
 from automodel_ckpt.training.forecast.rank_parts import RankParts, micro_batch_shape, nbytes
-from automodel_ckpt.training.forecast.step_trace import HeadMemory
+from automodel_ckpt.training.forecast.step_trace import HeadMemory, Traces, image_bytes, trace_of
 from automodel_ckpt.training.measure.weight_average import average_bytes
 from automodel_ckpt.training.model.sections import num_micro_batches
 

@@ -21,20 +21,19 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.mesh import device_type
 from automodel_ckpt.parallel.mesh_sizes import RankLayout, Sizes, share_out
-from automodel_ckpt.parallel.precision import resolve_precision
 from automodel_ckpt.training.counters.step_scheduler import planned_end
 from automodel_ckpt.training.forecast.memory import Memory, estimate_memory
-from automodel_ckpt.training.forecast.model_traces import Traces
 from automodel_ckpt.training.forecast.rank_parts import (
     MicroBatchShape,
     RankParts,
     micro_batch_shape,
 )
-from automodel_ckpt.training.forecast.step_trace import checkpointing
+from automodel_ckpt.training.forecast.step_trace import Traces, checkpointing
 from automodel_ckpt.training.measure.measurements import steps_per_epoch
+from automodel_ckpt.training.model.sections import resolve_precision
 from automodel_ckpt.training.recipe import Recipe, check_classes
-from automodel_ckpt.training.saves.checkpointing import check_export, check_uploads
-from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
+from automodel_ckpt.training.recipe_parts import check_export, check_uploads
+from automodel_ckpt.training.resume import commits_of_run, pin_base
 
 _USABLE = 0.97
 """The share of a device's memory that a forecast may reach."""

@@ -18,9 +18,12 @@ from automodel_ckpt.models.loss.loss_head import output_layer
 from automodel_ckpt.models.quantize import type_beside_quantized
 from automodel_ckpt.parallel.expert_parallel import experts_of
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
-from automodel_ckpt.parallel.precision import compute_dtype
 from automodel_ckpt.parallel.tensor_parallel import plan_for
-from automodel_ckpt.training.model.sections import is_fully_sharded, num_micro_batches
+from automodel_ckpt.training.model.sections import (
+    compute_dtype,
+    is_fully_sharded,
+    num_micro_batches,
+)
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -25,7 +25,14 @@ from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from automodel_ckpt.models.inspect.interface import model_without_adapters
 from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
+from automodel_ckpt.models.loss.mtp import MultiTokenPrediction, mtp_of
+from automodel_ckpt.models.meta_init import constants_in, float32_names
+from automodel_ckpt.training.forecast.rank_parts import MicroBatchShape, RankParts
+from automodel_ckpt.training.model.sections import activation_mode
+
+log = logging.getLogger("automodel_ckpt")
 
 Tensors = Mapping[str, Tensor]
 _NAME = "automodel_ckpt_trace"
@@ -64,6 +71,10 @@ class StepTrace:
         return StepTrace(
             self.forward // num_stages, self.after_forward // num_stages, tuple(course)
         )
+
+
+Traces = dict[tuple[Any, ...], StepTrace | None]
+"""The traces of a model by what changes a trace. None for steps that cannot be traced."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -165,31 +176,25 @@ def _traced_attention(model: nn.Module, is_on_gpu: bool) -> Iterator[None]:
             config._attn_implementation_internal = name
 
 
-def traced_step(
+def _traced_step(
+    rank: RankParts,
     backbone: nn.Module,
-    inputs: Tensors,
-    options: Mapping[str, Any],
+    tokens: Tensors,
+    shapes: Mapping[int, torch.Size],
+    dtypes: Mapping[int, torch.dtype],
     *,
-    dtype: torch.dtype | None = None,
-    is_autocast: bool = False,
-    keeps_attention: bool = False,
-    shapes: Mapping[int, torch.Size] | None = None,
-    dtypes: Mapping[int, torch.dtype] | None = None,
-    is_on_gpu: bool = False,
+    keeps_attention: bool,
 ) -> StepTrace:
-    """Count the bytes of a forward and a backward pass of *backbone*.
+    """Count the bytes of a forward and a backward pass of *backbone*, the model without its output layer.
 
     Args:
-        backbone: The model without its output layer. Its parameters may be on the meta device. It is not changed.
-        inputs: The arguments of its forward pass. Only shapes and dtypes are used.
-        options: Further arguments of its forward pass.
-        dtype: The dtype that the passes compute in, by default the dtype of the parameters.
-        is_autocast: Whether autocast uses *dtype*; otherwise parameters are cast to it before.
+        rank: The rank, which computes in its ``dtype``.
+        backbone: Its parameters may be on the meta device. It is not changed.
+        tokens: The arguments of its forward pass. Only shapes and dtypes are used.
+        shapes: The shapes of the parameters, by id, that the rank has a part of.
+        dtypes: The dtypes of the parameters that are not cast, and of the buffers that are cast, by id.
         keeps_attention: Whether layers call the attention that they are configured for, with a mask as large as all
             pairs of positions, instead of one like flash attention. Some models have code for "sdpa" only.
-        shapes: The shapes of the parameters, by id, that a rank has a part of.
-        is_on_gpu: Whether the step is one of a GPU.
-        dtypes: The dtypes of the parameters that are not cast, and of the buffers that are cast, by id.
 
     Raises an exception of torch or of the model for a forward pass that needs values.
     """
@@ -197,22 +202,21 @@ def traced_step(
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, torch_log.disabled = torch_log.disabled, True
     # On the meta device, transformers would look for packed samples in the values of the positions.
-    attention = nullcontext() if keeps_attention else _traced_attention(backbone, is_on_gpu)
-    cast_to = None if is_autocast else dtype
+    attention = nullcontext() if keeps_attention else _traced_attention(backbone, rank.on_gpu)
     try:
         with attention, FakeTensorMode(allow_non_fake_inputs=True):
-            own = fake_parameters(backbone, cast_to, shapes or {}, dtypes or {})
+            own = _fake_parameters(backbone, _cast_to(rank), shapes, dtypes)
             fakes = {
                 name: torch.empty(tensor.shape, dtype=tensor.dtype)
-                for name, tensor in inputs.items()
+                for name, tensor in tokens.items()
             }
             live = LiveBytes()
             for tensor in (*own.values(), *fakes.values()):
                 live.exclude(tensor)
             # Not functional_call: activation checkpointing calls layers again in the backward pass.
             with live, _reparametrize_module(backbone, own, tie_weights=True):
-                with autocast_to(dtype, is_autocast):
-                    output = backbone(**fakes, **options)
+                with _autocast(rank):
+                    output = backbone(**fakes, **rank.recipe.trainable.forward_options)
                 forward = live.peak
                 # Of a model without its output layer: one tensor, or a list of several.
                 if not isinstance(output, list):
@@ -223,9 +227,19 @@ def traced_step(
     return StepTrace(forward, after_forward, course)
 
 
-def autocast_to(dtype: torch.dtype | None, enabled: bool) -> AbstractContextManager[Any]:
-    """Autocast to *dtype* as a step uses it."""
-    return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=enabled)
+def _is_autocast(rank: RankParts) -> bool:
+    """Whether parameters keep their dtype, and operations cast them."""
+    return rank.dtype is not None and not rank.is_sharded
+
+
+def _cast_to(rank: RankParts) -> torch.dtype | None:
+    """The dtype that parameters are cast to. Returns None when they keep theirs."""
+    return None if _is_autocast(rank) else rank.dtype
+
+
+def _autocast(rank: RankParts) -> AbstractContextManager[Any]:
+    dtype = rank.dtype or torch.bfloat16
+    return torch.autocast("cpu", dtype=dtype, enabled=_is_autocast(rank))
 
 
 def _backward(
@@ -257,7 +271,7 @@ def _backward(
     return after_forward, (*course, (num_bytes, live.peak))
 
 
-def fake_parameters(
+def _fake_parameters(
     model: nn.Module,
     dtype: torch.dtype | None,
     shapes: Mapping[int, torch.Size],
@@ -292,3 +306,123 @@ def checkpointing(model: nn.Module, enabled: bool) -> Iterator[None]:
         for module in model.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def trace_of(rank: RankParts, batch: MicroBatchShape, traces: Traces) -> StepTrace | None:
+    """The trace of a step with the rows of *batch*, without images. Returns None when the forward pass needs values."""
+    sizes = (batch.rows, batch.tokens_per_row, batch.targets_per_row)
+    key = (*sizes, activation_mode(rank.recipe.config.model), rank.is_sharded, rank.sizes.tp)
+    if key not in traces:
+        traces[key] = _traced(rank, batch)
+    return traces[key]
+
+
+def _traced(rank: RankParts, batch: MicroBatchShape) -> StepTrace | None:
+    recipe = rank.recipe
+    backbone = _traced_part(recipe.model)
+    tokens = {"input_ids": torch.zeros(batch.rows, batch.tokens_per_row, dtype=torch.long)}
+    if batch.targets_per_row is not None:
+        targets = torch.zeros(batch.rows, batch.targets_per_row, dtype=torch.long)
+        tokens["decoder_input_ids"] = targets
+    dtypes = _computed_dtypes(recipe.model, _cast_to(rank))
+    # The output of an embedding is complete on each rank.
+    lookups = [module for module in backbone.modules() if isinstance(module, nn.Embedding)]
+    complete = {id(module.weight) for module in lookups}
+    parts = {key: shape for key, shape in rank.shapes.items() if key not in complete}
+    # The code of some models states the number of heads, which a rank has fewer of.
+    shapes: list[Mapping[int, torch.Size]] = [parts, {}] if rank.shapes else [{}]
+    for keeps_attention, of_rank in [(keeps, each) for each in shapes for keeps in (False, True)]:
+        try:
+            with _without_output_layer(backbone):
+                return _traced_step(
+                    rank, backbone, tokens, of_rank, dtypes, keeps_attention=keeps_attention
+                )
+        except Exception as error:
+            log.debug("the activations cannot be traced: %r", error)
+    return None
+
+
+def image_bytes(rank: RankParts, images: Mapping[str, Tensor]) -> int | None:
+    """Bytes that remain after a multimodal model has computed the features of *images*. Returns None when unknown.
+
+    *images* are arguments of ``get_image_features``. Only their shapes and dtypes are used.
+    """
+    inner = model_without_adapters(rank.recipe.model)
+    cast_to, live = _cast_to(rank), LiveBytes()
+    try:
+        features = _ImageFeatures(getattr(inner, "base_model", inner))
+        with FakeTensorMode():
+            own = _fake_parameters(features, cast_to, {}, {})
+            inputs: dict[str, Tensor] = {}
+            for name, tensor in images.items():
+                kind = (cast_to if tensor.is_floating_point() else None) or tensor.dtype
+                inputs[name] = torch.empty(tensor.shape, dtype=kind)
+            for tensor in own.values():
+                live.exclude(tensor)
+            with live, _autocast(rank):
+                output = torch.func.functional_call(features, own, kwargs=inputs)
+            found = live.current
+            del output
+        return found
+    except Exception as error:
+        log.debug("the features of images cannot be traced: %r", error)
+        return None
+
+
+class _ImageFeatures(nn.Module):
+    """The part of a multimodal model that computes the features of images for its text layers."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, **images: Tensor) -> Any:
+        return self.backbone.get_image_features(**images)  # type: ignore[operator]
+
+
+def _computed_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[int, torch.dtype]:
+    """The dtypes of the parameters that fsdp2 does not cast to *dtype*, and of the buffers that it casts, by id."""
+    if dtype is None:
+        return {}
+    kept, cast = float32_names(model, dtype), constants_in(model, dtype)
+    found = {id(each): each.dtype for name, each in model.named_parameters() if name in kept}
+    return found | {id(each): dtype for name, each in model.named_buffers() if name in cast}
+
+
+def _traced_part(model: Any) -> nn.Module:
+    """The part of a model that is traced: without the output layer, with the layers of further tokens."""
+    model = model_without_adapters(model)
+    backbone: nn.Module = getattr(model, "base_model", model)
+    layers = mtp_of(model)
+    if layers is None or layers in set(backbone.modules()):
+        return backbone
+    return _WithDepths(backbone, layers)
+
+
+@contextmanager
+def _without_output_layer(backbone: Any) -> Iterator[None]:
+    """Let *backbone* return its last hidden states if it has an output layer: T5 has no backbone without it."""
+    head = getattr(backbone, "get_output_embeddings", lambda: None)()
+    if head is None:
+        yield
+        return
+    vars(head)["forward"] = lambda hidden: hidden
+    try:
+        yield
+    finally:
+        del vars(head)["forward"]
+
+
+class _WithDepths(nn.Module):
+    """A model without its output layer, and its layers that predict further tokens."""
+
+    def __init__(self, backbone: nn.Module, layers: MultiTokenPrediction) -> None:
+        super().__init__()
+        self.backbone, self.layers = backbone, layers
+
+    def forward(self, input_ids: Tensor, **options: Any) -> list[Tensor]:
+        backbone: Any = self.backbone
+        hidden = backbone(input_ids=input_ids, **options).last_hidden_state
+        embeddings = backbone.get_input_embeddings()(input_ids)
+        found: list[Tensor] = self.layers(hidden, embeddings, {})
+        return found

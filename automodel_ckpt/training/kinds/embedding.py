@@ -88,7 +88,7 @@ def see_both_ways(config: RecipeConfig, model_config: PreTrainedConfig | None, w
             "the attention of a model by _target_ cannot be changed",
             where=where,
             value="bidirectional",
-            hint="let your code build such a model, and remove the key",
+            hint="remove the key",
         )
     if config.peft is not None and not sees_later_tokens(model_config):
         raise RecipeError(
@@ -121,8 +121,33 @@ def check_attention(
         "this model does not support bidirectional attention",
         where=where,
         value=f"{type(model).__name__}: tokens do not see later ones in layer {numbers} of {len(layers)}",
-        hint="remove the key, or use a decoder such as Llama, Mistral, Qwen3 or Gemma",
+        hint="remove the key",
     )
+
+
+class BothWays:
+    """A recipe with the key ``attention`` in its section. As a base class, it precedes the class of a fine-tuning.
+
+    With ``bidirectional``, the tokens of a decoder see later ones, which its model may not support.
+    """
+
+    _probes_attention = False
+
+    def build_model_config(self: Any) -> PreTrainedConfig | None:
+        """Read the configuration of the model, and let tokens see later ones if the section asks for it."""
+        config: PreTrainedConfig | None = super().build_model_config()  # type: ignore[misc]
+        if self.section.attention == "bidirectional":
+            where = f"{self.section_key}.attention"
+            self._probes_attention = see_both_ways(self.config, config, where)
+        return config
+
+    def build_trainable(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Build the model, and check that its attention follows the setting."""
+        trainable = super().build_trainable(*arguments, **keywords)  # type: ignore[misc]
+        if self._probes_attention and not self.is_dry_run:
+            where = f"{self.section_key}.attention"
+            check_attention(trainable, self.config, self.layout, where)
+        return trainable
 
 
 def with_backbone(config: RecipeConfig, model_config: PreTrainedConfig | None) -> RecipeConfig:

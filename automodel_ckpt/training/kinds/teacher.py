@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +44,10 @@ from automodel_ckpt.training.model.trainable import Trainable
 Order = np.ndarray[Any, Any]
 """Numbers of labels, int64 [N]."""
 KEY = "distill.teacher"
+_SAME_FAMILY = (
+    "use a teacher of the student's family, with the same tokenizer and the same settings of images: both models get "
+    "the same tokens and pixels, and vocabularies may differ only by padding, without distributed.tp_size"
+)
 _SAMPLE_BYTES = 2**20
 """Bytes at the beginning and at the end of a file of weights that its digest is computed from."""
 
@@ -49,10 +56,19 @@ _SAMPLE_BYTES = 2**20
 
 
 def teacher_config(config: RecipeConfig, layout: RankLayout) -> RecipeConfig:
-    """Return a recipe with the teacher of *config* as its ``model``, for ``build_trainable``."""
+    """Return a recipe with the teacher of *config* as its ``model``, for ``build_trainable``.
+
+    Raises :class:`RecipeError` if the teacher cannot be offloaded.
+    """
     distributed = config.distributed
-    if _offloads(config, layout) and is_fully_sharded(config, layout):
-        # fsdp2 moves one layer at a time between host and device.
+    if offloads(config, layout):
+        if not is_fully_sharded(config, layout):
+            raise RecipeError(
+                "a teacher can be offloaded only with fsdp2, which moves one layer at a time",
+                where="distill.offload_teacher",
+                value=f"strategy {choose_strategy(distributed.strategy, layout.sizes)}",
+                hint="set distributed.strategy: fsdp2, or remove offload_teacher",
+            )
         distributed = replace(distributed, cpu_offload=True)
     return replace(config, model=teacher_model(config), peft=None, distributed=distributed)
 
@@ -71,24 +87,8 @@ def teacher_model(config: RecipeConfig) -> ModelConfig | Target:
     )
 
 
-def moves_whole(config: RecipeConfig, layout: RankLayout) -> bool:
-    """Whether the complete teacher is moved between host and device.
-
-    Raises :class:`RecipeError` if tensor parallel ranks share it without fsdp2.
-    """
-    if not _offloads(config, layout) or is_fully_sharded(config, layout):
-        return False
-    if layout.sizes.tp > 1:
-        raise RecipeError(
-            "a teacher that tensor parallel ranks share can be offloaded only with fsdp2",
-            where="distill.offload_teacher",
-            value=f"strategy {choose_strategy(config.distributed.strategy, layout.sizes)}",
-            hint="set distributed.strategy: fsdp2, or remove offload_teacher",
-        )
-    return True
-
-
-def _offloads(config: RecipeConfig, layout: RankLayout) -> bool:
+def offloads(config: RecipeConfig, layout: RankLayout) -> bool:
+    """Whether the weights of the teacher are in the host's memory while the student trains."""
     section = config.distill
     return section is not None and section.offload_teacher and layout.device.type != "cpu"
 
@@ -153,20 +153,13 @@ def check_vocabularies(
         return None
     shared = min(student_size, teacher_size)
     sizes = f"{teacher_size} tokens; the student has {student_size}"
-    if of_teacher is None or tokenizer is None or len(tokenizer) > shared:
+    is_padded = of_teacher is not None and tokenizer is not None and len(tokenizer) <= shared
+    if not is_padded or tp_size > 1:
         raise RecipeError(
             "the teacher has another vocabulary than the student",
             where=f"{KEY}.from_pretrained",
             value=f"{teacher.name}: {sizes}",
-            hint="use a teacher with the tokenizer of the student; sizes may differ only by padding, which needs the "
-            "tokenizer's files in both directories",
-        )
-    if tp_size > 1:
-        raise RecipeError(
-            "tensor parallel ranks cannot compare vocabularies of different sizes",
-            where=f"{KEY}.from_pretrained",
-            value=f"{teacher.name}: {sizes}",
-            hint="set model.vocab_size to the size of the teacher, or remove distributed.tp_size",
+            hint=_SAME_FAMILY,
         )
     return shared
 
@@ -185,7 +178,7 @@ def _require_equal(student: Any, teacher: Any, name: str) -> None:
         where=f"{KEY}.from_pretrained",
         value=f"{name}: {len(of_teacher)} tokens, the student has {len(of_student)}, of which {differing} have another "
         "id or none in the teacher",
-        hint="distillation compares probabilities token by token: use a teacher with the tokenizer of the student",
+        hint=_SAME_FAMILY,
     )
 
 
@@ -255,20 +248,11 @@ def with_numbered_labels(
 class Teacher:
     """Computes what a model that is not trained predicts at the labels of a micro-batch."""
 
-    def __init__(
-        self, trainable: Trainable, layout: RankLayout, num_columns: int | None, *, offload: bool
-    ) -> None:
-        """*num_columns* is the number of tokens that are compared. None: all. With *offload*, the weights are on the
-        device only inside of :meth:`predicting`."""
+    def __init__(self, trainable: Trainable, layout: RankLayout, num_columns: int | None) -> None:
+        """*num_columns* is the number of tokens that are compared. None: all."""
         self.trainable = trainable
         self.num_columns = num_columns
         self._layout = layout
-        self._host: dict[str, Tensor] = {}
-        if offload:
-            self._host = {
-                name: parameter.data.cpu() for name, parameter in trainable.model.named_parameters()
-            }
-            self._use(self._host)
 
     @contextmanager
     def predicting(self, numbered: Tensors, order: Order | None) -> Iterator[LogitTargets]:
@@ -277,9 +261,6 @@ class Teacher:
         *order* are the numbers of the labels [N] in the order in which they are compared. None: 0 to N - 1. A
         collective of the ranks that share the model, and so is the end of the context.
         """
-        if self._host:
-            device = self._layout.device
-            self._use({name: value.to(device) for name, value in self._host.items()})
         try:
             targets = self._run(numbered, order)
             head: Any = self.trainable.loss_head
@@ -291,8 +272,6 @@ class Teacher:
             yield targets
         finally:
             reshard(self.trainable.model)
-            if self._host:
-                self._use(self._host)
 
     def _run(self, numbered: Tensors, order: Order | None) -> LogitTargets:
         trainable = self.trainable
@@ -321,6 +300,104 @@ class Teacher:
             lambda start, end: head.logits_of(hidden[start:end]), self.num_columns, captured.part
         )
 
-    def _use(self, values: Tensors) -> None:
-        for name, parameter in self.trainable.model.named_parameters():
-            parameter.data = values[name]
+
+log = logging.getLogger("automodel_ckpt")
+
+_TOKENS = (
+    "image_token_id",
+    "image_start_token_id",
+    "image_end_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "boi_token_id",
+    "eoi_token_id",
+    "audio_token_id",
+    "mm_tokens_per_image",
+    "scale_factor",
+    "spatial_merge_size",
+    "downsample_ratio",
+    "vision_feature_select_strategy",
+    "image_grid_pinpoints",
+)
+"""Settings of models with which the tokens of an image change."""
+_VISION = (
+    "image_size",
+    "patch_size",
+    "temporal_patch_size",
+    "spatial_merge_size",
+    "pooling_kernel_size",
+    "num_channels",
+    "in_channels",
+)
+"""Settings of vision towers with which the shape of the pixels or the number of their patches changes."""
+_PIXELS = (
+    "model_input_names",
+    "patch_size",
+    "temporal_patch_size",
+    "merge_size",
+    "do_rescale",
+    "rescale_factor",
+    "do_normalize",
+    "image_mean",
+    "image_std",
+)
+"""Settings of image processors with which the same image has other tensors. Limits of its size are none of them."""
+
+_AUDIO = ("model_input_names", "sampling_rate", "feature_size", "hop_length", "n_fft", "n_samples")
+"""Settings of feature extractors with which the same audio has other tensors."""
+
+
+def check_images(
+    teacher: PretrainedTeacher, student: PreTrainedConfig | None, processor: Any
+) -> None:
+    """Raise :class:`RecipeError` if *teacher* expects other images than *processor* makes for the *student*.
+
+    Only the processor is compared for a student by ``_target_``, which has no configuration.
+    """
+    from automodel_ckpt.data.media.media_files import audio_processor_of
+    from automodel_ckpt.models.processor import read_processor
+
+    compared: list[tuple[str, Any, Any, Sequence[str]]] = []
+    if student is not None:
+        tower = getattr(student, "vision_config", None)
+        of_teacher = getattr(teacher.config, "vision_config", None)
+        # Its size is the one of the largest image.
+        is_limit = getattr(tower, "model_type", None) == "pixtral"
+        compared = [
+            ("config", student, teacher.config, _TOKENS),
+            ("vision_config", tower, of_teacher, _VISION[is_limit:]),
+        ]
+    try:
+        own = read_processor(os.path.expanduser(teacher.name), teacher.repository)
+    except Exception as error:  # damaged files make transformers raise anything
+        log.debug("the teacher's processor cannot be read: %r", error)
+        log.warning(
+            "%s: %s has no processor, so how it expects pixels to be scaled is not compared",
+            KEY,
+            teacher.name,
+        )
+    else:
+        images = getattr(processor, "image_processor", None)
+        compared += [
+            ("image_processor", images, getattr(own, "image_processor", None), _PIXELS),
+            ("feature_extractor", audio_processor_of(processor), audio_processor_of(own), _AUDIO),
+        ]
+    differing = [text for row in compared for text in _differing(*row)]
+    if differing:
+        raise RecipeError(
+            "the teacher expects other images than the student's processor makes",
+            where=f"{KEY}.from_pretrained",
+            value=f"{teacher.name}: {'; '.join(differing)}",
+            hint=_SAME_FAMILY,
+        )
+
+
+def _differing(part: str, student: Any, teacher: Any, names: Sequence[str]) -> Iterator[str]:
+    """Describe the settings *names* that both objects have with different values."""
+    for name in names:
+        # As in JSON, which has lists in place of tuples.
+        ours, its = (
+            json.dumps(getattr(each, name, None), default=str) for each in (student, teacher)
+        )
+        if "null" not in (ours, its) and json.loads(ours) != json.loads(its):
+            yield f"{part}.{name} is {its}, the student has {ours}"

@@ -127,7 +127,7 @@ class TeacherCaches:
                 "a rank does not find the cache of the teacher's logits that was just written",
                 where="distill.cache_dir",
                 value=str(directory),
-                hint="set distill.cache_dir to a directory that all nodes share",
+                hint=_HINT,
             )
         assert cache is not None
         return cache

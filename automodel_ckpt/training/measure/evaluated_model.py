@@ -35,6 +35,7 @@ from automodel_ckpt.models.measure.harness import (
 from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.parallelize import gather_root, reshard
 from automodel_ckpt.parallel.ranks.agree import broadcast_object, raise_on_all_ranks, sum_over_ranks
+from automodel_ckpt.training.model.sections import text_tokenizer
 from automodel_ckpt.training.model.trainable import Trainable
 
 log = logging.getLogger("automodel_ckpt")
@@ -55,7 +56,7 @@ class EvaluatedModel:
         self.trainable: Trainable = recipe.trainable
         self.model: Any = unwrap(self.trainable.model)
         self.preprocessor = preprocessor = recipe.preprocessor
-        self.tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
+        self.tokenizer = text_tokenizer(preprocessor)
         self.layout: RankLayout = recipe.layout
         self._rng: StatefulRNG = recipe.rng
         self._recipe = recipe
@@ -65,7 +66,7 @@ class EvaluatedModel:
                 f"{what} need a tokenizer and a model of transformers that generates text",
                 where=where,
                 value=type(self.model).__name__ if preprocessor is not None else "no tokenizer",
-                hint="remove the section",
+                hint="remove the key",
             )
 
     @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -19,7 +18,7 @@ from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler, total_steps
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.records import (
     ACCURACY,
@@ -152,8 +151,7 @@ def _check_known(key: str, metric: str, known: Collection[str]) -> None:
         raise RecipeError(
             "nothing measures this metric",
             where=key,
-            value=metric,
-            hint=f"this run measures {', '.join(known)}",
+            value=f"{metric}; this run measures {', '.join(known)}",
         )
 
 
@@ -167,23 +165,6 @@ def rising_measure(metric: str) -> str | None:
         if metric == name or metric.startswith(f"{name}_"):
             return measure
     return None
-
-
-def build_step_scheduler(
-    config: RecipeConfig,
-    steps_per_epoch: int | None,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-) -> StepScheduler:
-    """Build the counters of a run with so many steps in an epoch, by the section ``step_scheduler``."""
-    return StepScheduler(
-        config.step_scheduler,
-        planned_steps=total_steps(config.step_scheduler, steps_per_epoch),
-        has_validation=has_validation(config),
-        benchmark=harness_of(config),
-        stopping_rule=stopping_rule(config),
-        clock=clock,
-    )
 
 
 def steps_per_epoch(loader: GlobalBatchLoader) -> int | None:

@@ -126,7 +126,7 @@ def quantize_base(request: ModelRequest, model: nn.Module) -> None:
             "the base has no linear layer that can be quantized",
             where="peft.quantize_base",
             value=f"{kind}, {type(model).__name__}",
-            hint="remove peft.quantize_base",
+            hint="remove the key",
         )
     log.info("the base has %s in 4 bits (%s)", counted(len(quantized), "linear layer"), kind)
     if device.type == "cpu":

@@ -371,19 +371,13 @@ def _mtp_plan(request: ModelRequest, section: ModelConfig, base: str | None) -> 
     """What the section ``model.mtp`` requests, or None without it. A model that is not trained gets no such layers."""
     if section.mtp is None or not request.is_trained:
         return None
-    if request.has_task_head:
+    packs_images = request.packs_images and request.config.packed_sequence is not None
+    if request.has_task_head or packs_images:
         raise RecipeError(
-            "a model with a classification head predicts no tokens",
+            "multi-token prediction does not support classification heads and packed samples with images",
             where="model.mtp",
-            value="a section",
-            hint="remove model.mtp",
-        )
-    if request.packs_images and request.config.packed_sequence is not None:
-        raise RecipeError(
-            "multi-token prediction does not support packed samples with images",
-            where="model.mtp",
-            value="packed_sequence",
-            hint="remove packed_sequence, or model.mtp",
+            value="packed_sequence" if packs_images else type(request.auto_class).__name__,
+            hint="remove the key",
         )
     assert request.model_config is not None
     from automodel_ckpt.models.loss.mtp_families import plan_mtp
@@ -418,7 +412,7 @@ def check_mesh(request: ModelRequest, model: nn.Module) -> None:
                 "a model with a classification head cannot be divided into pipeline stages",
                 where="distributed.pp_size",
                 value=layout.sizes.pp,
-                hint="remove pp_size: fsdp2 shards the model over the same ranks",
+                hint="remove the key",
             )
         from automodel_ckpt.models.pipeline_stage import check_stages
 
@@ -433,24 +427,12 @@ def check_mesh(request: ModelRequest, model: nn.Module) -> None:
         check_experts(model, layout)
 
 
-def shard_for_training(request: ModelRequest, deferred: DeferredModel) -> Sharded:
-    """Shard a model for training. Its forward pass uses CUDA graphs as the recipe states."""
-    sharded = shard(deferred, request.config, request.layout)
-    if not has_cuda_graphs(request.config, request.layout):
-        return sharded
-
-    def compute() -> AbstractContextManager[Any]:
-        # From here on, CUDA graphs may reuse the memory of earlier outputs.
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        return sharded.compute()
-
-    return replace(sharded, compute=compute)
-
-
 def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> Sharded:
     """Leave this rank's shards of a model in place, with their values, as the section ``distributed`` asks.
 
-    Decoder layers are compiled before, as ``compile`` asks. A collective. Raises :class:`RecipeError` for what this
+    Decoder layers are compiled before, as ``compile`` asks, and may run as CUDA graphs. A collective.
+
+    Raises :class:`RecipeError` for what this
     model does not support.
     """
     model, section = deferred.model, config.distributed
@@ -461,6 +443,8 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
         how = replace(how, float32_names=float32_names(model, how.compute_dtype))
         how = replace(how, constants=constants_in(model, how.compute_dtype))
     compute = compute_context(strategy, layout.device, how.compute_dtype)
+    if has_cuda_graphs(config, layout):
+        compute = _with_graphs(compute)
     stages = None
     if layout.in_stages:
         from automodel_ckpt.training.model.pipeline import split_stages
@@ -488,11 +472,21 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     sharded = parallelize(model, layout, how, deferred.materialise, mesh)
     if stages is None:
         return Sharded(sharded, compute)
-    from automodel_ckpt.training.model.pipeline import PipelineStage, log_idle_share
+    from automodel_ckpt.training.model.pipeline import PipelineStage
 
-    stage = PipelineStage(sharded, layout, stages, section.pp_schedule)
-    log_idle_share(num_micro_batches(config, layout.dp_size), layout)
-    return Sharded(sharded, compute, stage)
+    return Sharded(sharded, compute, PipelineStage(sharded, layout, stages, section.pp_schedule))
+
+
+def _with_graphs(
+    compute: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Let the context of a forward pass begin with the permission to reuse the memory of earlier outputs."""
+
+    def marked() -> AbstractContextManager[Any]:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return compute()
+
+    return marked
 
 
 def has_cuda_graphs(config: RecipeConfig, layout: RankLayout) -> bool:
@@ -525,5 +519,5 @@ def check_cuda_graphs(
         f"this mode uses CUDA graphs, which overwrite their outputs, and {reason}",
         where="compile.mode",
         value=config.compile.mode,
-        hint="remove compile.mode, or set it to max-autotune-no-cudagraphs",
+        hint="remove the key",
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,64 +16,23 @@ from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.data.media.image_packing import ImagePack, ImageRowLayout, PackCollator
 from automodel_ckpt.data.media.media_files import pillow
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.attention.by_document import Answer, attend_by_mask
-from automodel_ckpt.models.attention.positions import rotary_positions
-from automodel_ckpt.models.attention.row_masks import install_row_masks
+from automodel_ckpt.models.attention.by_document import Answer
 from automodel_ckpt.models.inspect.interface import (
-    attention_of,
     logits_of,
     side_effect_free,
 )
-from automodel_ckpt.parallel.ranks.agree import on_all_ranks
-from automodel_ckpt.training.model.sections import ProbedModel, choose_document_kernel
 
 log = logging.getLogger("automodel_ckpt")
 
 _PIXELS = 64
 
 
-def choose_image_rows(probed: ProbedModel, collate: ImageTextCollator) -> ImageRowLayout:
-    """How packs of samples with images share rows. A collective: runs the model on a few small images.
-
-    Raises :class:`RecipeError` if it does not separate samples.
-    """
-    model, layout = probed.from_tokens, probed.layout
-    attention = attention_of(model)
-    # Flash attention finds the samples by their position ids only in a batch of one row.
-    one_row = "flash" in attention
-    positions_of = rotary_positions(model)
-    rows = ImageRowLayout(positions_of, one_row, probed.row_multiple, probed.marks_tokens)
-    probe = RowProbe(probed, collate, rows)
-    apart = probe.keeps_samples_apart()
-    masks = None
-    # All ranks take the same branch: the probe is a collective of those that share the model.
-    if not on_all_ranks(layout.gloo_group, bool(apart)):
-        # For example Gemma 3: see row_masks.
-        masks = install_row_masks(model)
-        if masks is not None:
-            apart = probe.keeps_samples_apart()
-        if masks is None or not on_all_ranks(layout.gloo_group, bool(apart)):
-            raise RecipeError(
-                "this model does not keep the samples of a pack apart, or their images",
-                where="packed_sequence",
-                value=f"{type(model).__name__}, {attention} attention{apart.reason}",
-                hint="leave packed_sequence out, or use another model or attn_implementation",
-            )
-    if masks is None and choose_document_kernel(probed):
-        # All packs in one row. The kernel finds the documents in it.
-        in_one_row = replace(rows, one_row=True)
-        apart = replace(probe, rows=in_one_row).keeps_samples_apart()
-        if on_all_ranks(layout.gloo_group, bool(apart)):
-            return in_one_row
-        attend_by_mask(model)
-    return rows
-
-
 @dataclass(frozen=True)
 class RowProbe:
     """Runs a model on samples with and without images, alone in a row and in a row that they share."""
 
-    probed: ProbedModel
+    probed: Any
+    """The model, as :class:`~automodel_ckpt.training.model.probes.ProbedModel`."""
     collate: ImageTextCollator
     rows: ImageRowLayout
 

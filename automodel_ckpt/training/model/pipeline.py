@@ -114,9 +114,7 @@ class PipelineStage:
 
         The gradients are the gradients of the losses times *weight*.
         """
-        losses = self.pipeline.train(
-            lambda number, hidden: output(rows[number], hidden), self._shapes(rows), weight
-        )
+        losses = self._run(rows, output, weight)
         if self._tied is not None:
             # Each end has only the gradient of its use of the shared weight.
             self._tied.sum_gradients()
@@ -124,17 +122,21 @@ class PipelineStage:
 
     def evaluate(self, rows: Sequence[Tensors], output: StageOutput) -> list[Tensor]:
         """Run the forward pass of all micro-batches. Returns the summed losses, on the last stage only."""
-        return self.pipeline.evaluate(
-            lambda number, hidden: output(rows[number], hidden), self._shapes(rows)
-        )
+        return self._run(rows, output, None)
 
-    def _shapes(self, rows: Sequence[Tensors]) -> list[tuple[int, int]]:
-        """The rows and the length of the hidden states of each micro-batch on this rank."""
+    def _run(
+        self, rows: Sequence[Tensors], output: StageOutput, weight: float | None
+    ) -> list[Tensor]:
+        # The rows and the length of the hidden states of each micro-batch on this rank.
         shapes = []
         for each in rows:
             num_rows, length = each["labels"].shape
             shapes.append((num_rows, length // self._num_slices))
-        return shapes
+
+        def compute(number: int, hidden: Tensor | None) -> Tensor:
+            return output(rows[number], hidden)
+
+        return self.pipeline.run(compute, shapes, weight)
 
     @property
     def counted_elsewhere(self) -> frozenset[int]:
@@ -180,19 +182,6 @@ class FromTokens(nn.Module):
         if self.context is not None and self.context.active:
             return hidden[:, self.context.slice_of(input_ids.shape[1])]
         return hidden
-
-
-def log_idle_share(num_micro_batches: int, layout: RankLayout) -> None:
-    """Log the share of a step in which stages wait for each other. Warns if it is half of the step or more."""
-    num_stages = layout.sizes.pp
-    # Source: Huang et al., "GPipe", arXiv:1811.06965, section 3.2. 1F1B has the same share.
-    idle = (num_stages - 1) / (num_micro_batches + num_stages - 1)
-    message = "%d pipeline stages, %d micro-batches a step: each rank waits for others about %.0f%% of the time"
-    level = logging.INFO
-    if idle >= 0.5:
-        level = logging.WARNING
-        message += "; more micro-batches (a larger global_batch_size) make it less"
-    log.log(level, message, num_stages, num_micro_batches, 100 * idle)
 
 
 def check_no_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) -> None:

@@ -235,7 +235,7 @@ class PretrainedFiles:
                 "the base has no weights of the layers for multi-token prediction",
                 where="model.mtp.weights",
                 value=f"{self._name} lacks {len(missing)} of {len(names)}, such as {missing[0]}",
-                hint="name a base with these layers, set weights: new for random initial values, or remove model.mtp",
+                hint="set weights: new for random initial values, or remove model.mtp",
             )
 
     def _ignored(self, model: Any, names: Iterable[str]) -> list[str]:

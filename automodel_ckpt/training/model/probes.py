@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention.by_document import (
+    Answer,
+    attend_by_document,
+    attend_by_mask,
+    keeps_samples_apart,
     padding_changes_outputs,
     probe_rows,
 )
+from automodel_ckpt.models.attention.documents import document_kernel
 from automodel_ckpt.models.inspect.interface import (
+    attention_of,
     class_and_message,
     context_length,
+    logits_of,
     model_without_adapters,
     side_effect_free,
 )
@@ -32,15 +42,13 @@ from automodel_ckpt.models.model_checks import (
     check_stages_with_routers,
     router_settings,
 )
+from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.parallelize import reshard
-from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
+from automodel_ckpt.parallel.ranks.agree import gather_objects, on_all_ranks, sum_over_ranks
 from automodel_ckpt.training.model.deferred_model import Sharded
 from automodel_ckpt.training.model.sections import (
     ModelRequest,
-    ProbedModel,
-    Rows,
     balancing_scope,
-    choose_row_layout,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +59,187 @@ if TYPE_CHECKING:
     from automodel_ckpt.parallel.context_parallel import ContextParallel
 
 log = logging.getLogger("automodel_ckpt")
+
+
+Rows = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+"""From a collated micro-batch to the rows that the model gets, with the same sum of losses over labels."""
+_USUAL_HIDDEN_SIZE = 1024
+"""For a model by ``_target_``, which need not have a configuration."""
+
+
+@dataclass(frozen=True)
+class ProbedModel:
+    """A sharded *model*, and how forward passes of a few tokens are computed with it."""
+
+    request: ModelRequest
+    model: nn.Module
+    """The object that was sharded in place: a DDP wrapper around it would reduce gradients."""
+    from_tokens: nn.Module
+    """The same, or the pipeline stages as a model that takes tokens."""
+    options: Mapping[str, Any]
+    """The arguments of each forward pass."""
+    compute: Callable[[], AbstractContextManager[Any]]
+    """The context of a forward pass."""
+    marks_tokens: bool
+    """Whether the rows contain a mask of the tokens that are not padding."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows are padded to a multiple of this many tokens."""
+        return self.request.row_multiple
+
+    @property
+    def layout(self) -> RankLayout:
+        """The ranks that share the model."""
+        return self.request.layout
+
+
+def choose_row_layout(probed: ProbedModel) -> Rows | None:
+    """How samples share rows, if the recipe wants it and the model supports it. None: each is padded to the longest.
+
+    A collective, which runs the model. Raises :class:`RecipeError` if ``packed_sequence`` is not supported.
+    """
+    request, config = probed.request, probed.request.config
+    is_packed = config.packed_sequence is not None
+    if not (config.dataloader.padding_free or is_packed):
+        return None
+    attention = attention_of(probed.model)
+    # Flash attention finds the samples by their position ids only in a batch of one row.
+    one_row = "flash" in attention
+    max_row_length = None
+    if config.packed_sequence is not None and not one_row:
+        # Each pack has a row, while samples that are not packed can share longer rows.
+        max_row_length = config.packed_sequence.size
+    apart = partial(
+        keeps_samples_apart,
+        probed.from_tokens,
+        one_row,
+        probed.options,
+        probed.row_multiple,
+        probed.layout.device,
+        max_row_length,
+    )
+    answer, _ = probe_with_masks(probed, apart, _masks_by_positions)
+    if not answer and is_packed:
+        raise _shared_packs(probed, answer)
+    if not answer:
+        log.info(
+            "samples are padded to the longest: this model does not keep those apart that share a row%s",
+            answer.reason,
+        )
+        return None
+    kernel = choose_document_kernel(probed)
+    how = f"{attention} attention separates them by their position ids"
+    if kernel:
+        how = f"attention is limited to each sample ({kernel})"
+    log.debug("packing samples without padding; %s", how)
+    text = request.model_config and request.model_config.get_text_config()
+    hidden_size = getattr(text, "hidden_size", _USUAL_HIDDEN_SIZE)
+    one_row = one_row or bool(kernel)
+    return RowLayout(hidden_size, one_row, probed.row_multiple, probed.marks_tokens)
+
+
+def _masks_by_positions(model: nn.Module) -> RemovableHandle | None:
+    from automodel_ckpt.models.attention.row_masks import mask_by_positions
+
+    return mask_by_positions(model)
+
+
+def _shared_packs(probed: ProbedModel, answer: Answer) -> RecipeError:
+    return RecipeError(
+        "this model does not keep the samples of a pack apart, or their images",
+        where="packed_sequence",
+        value=f"{type(probed.model).__name__}, {attention_of(probed.model)} attention{answer.reason}",
+        hint="leave packed_sequence out, or use another model or attn_implementation",
+    )
+
+
+def choose_image_rows(probed: ProbedModel) -> Rows:
+    """How packs of samples with images share rows. A collective, which runs the model on a few small images.
+
+    Raises :class:`RecipeError` if it does not separate samples.
+    """
+    from automodel_ckpt.data.image_collate import ImageTextCollator
+    from automodel_ckpt.data.media.image_packing import ImageRowLayout
+    from automodel_ckpt.models.attention.positions import rotary_positions
+    from automodel_ckpt.models.attention.row_masks import install_row_masks
+    from automodel_ckpt.models.inspect.interface import image_token_ids
+    from automodel_ckpt.training.model.image_rows import RowProbe
+
+    model, request = probed.from_tokens, probed.request
+    ids = image_token_ids(request.model_config, request.preprocessor)
+    collate = ImageTextCollator(request.preprocessor, ids)
+    # Flash attention finds the samples by their position ids only in a batch of one row.
+    one_row = "flash" in attention_of(model)
+    rows = ImageRowLayout(
+        rotary_positions(model), one_row, probed.row_multiple, probed.marks_tokens
+    )
+    probe = RowProbe(probed, collate, rows)
+    # For example Gemma 3: see row_masks.
+    answer, has_masks = probe_with_masks(probed, probe.keeps_samples_apart, install_row_masks)
+    if not answer:
+        raise _shared_packs(probed, answer)
+    if not has_masks and choose_document_kernel(probed):
+        # All packs in one row. The kernel finds the documents in it.
+        in_one_row = replace(rows, one_row=True)
+        apart = replace(probe, rows=in_one_row).keeps_samples_apart()
+        if on_all_ranks(probed.layout.gloo_group, bool(apart)):
+            return in_one_row
+        attend_by_mask(model)
+    return rows
+
+
+def probe_with_masks(
+    probed: ProbedModel,
+    apart: Callable[[], Answer],
+    install_masks: Callable[[nn.Module], RemovableHandle | None],
+) -> tuple[Answer, bool]:
+    """Whether *apart* holds on all ranks for the model as it is, or else with the masks that *install_masks* gives it.
+
+    Also returns whether the model keeps these masks. A collective.
+    """
+    layout, answer = probed.layout, apart()
+    # Each pipeline stage probes its own layers, and all stages need the same rows.
+    if on_all_ranks(layout.gloo_group, bool(answer)):
+        return Answer(True), False
+    handle = None if layout.in_stages else install_masks(probed.from_tokens)
+    if handle is None:
+        return replace(answer, holds=False), False
+    # All ranks have the same model here.
+    answer = apart()
+    if on_all_ranks(layout.gloo_group, bool(answer)):
+        return Answer(True), True
+    handle.remove()
+    return replace(answer, holds=False), False
+
+
+def choose_document_kernel(probed: ProbedModel) -> str:
+    """Let attention skip pairs of tokens of different samples, if the recipe names no implementation itself.
+
+    A collective. Returns the label of the kernel, the same on all ranks. Empty if attention uses the mask.
+    """
+    config, layout = probed.request.config, probed.layout
+    section = config.model
+    if not isinstance(section, ModelConfig) or section.attn_implementation is not None:
+        return ""
+    kernel = document_kernel(layout.device.type, is_compiled=config.compile.enabled)
+    # A probe is a collective of the ranks that share the model.
+    if not on_all_ranks(layout.gloo_group, kernel is not None):
+        return ""
+    assert kernel is not None
+    able = attend_by_document(
+        probed.from_tokens,
+        probed.options,
+        probed.row_multiple,
+        layout.device,
+        kernel=kernel,
+        compute=probed.compute,
+    )
+    if on_all_ranks(layout.gloo_group, able):
+        return kernel.label
+    # Another rank could not: undo the change on this rank.
+    attend_by_mask(probed.from_tokens)
+    return ""
 
 
 def probe(
@@ -96,8 +285,6 @@ def probe(
         "context": None,
     }
     if layout.sizes.cp > 1:
-        from automodel_ckpt.training.model.context_parallel import divide_rows
-
         found["context"] = divide_rows(model, from_tokens, layout, options)
     found["row_layout"] = _widened(request, rows) if config.compile.enabled else rows
     # The probes left the parameters gathered.
@@ -116,6 +303,8 @@ def _check_plan(probed: ProbedModel) -> None:
     layout, model_config = probed.layout, probed.request.model_config
     if model_config is None or model_config.get_text_config() is not model_config:
         return
+    from automodel_ckpt.parallel.tensor_parallel import OTHER_PLAN
+
     tokens, _, _ = probe_rows(probed.row_multiple, layout.device)
     try:
         with side_effect_free(probed.from_tokens), probed.compute():
@@ -129,7 +318,7 @@ def _check_plan(probed: ProbedModel) -> None:
             "this model cannot be computed with its tensor parallel plan",
             where="distributed.tp_size",
             value=f"{layout.sizes.tp}, with {plan}: {class_and_message(error)}",
-            hint="remove tp_size (fsdp2 shards any model), or write a plan and set distributed.tp_plan",
+            hint=OTHER_PLAN,
         ) from error
     except Exception as error:
         # Such as a model that needs other inputs, which a probe of tokens cannot give it.
@@ -140,12 +329,7 @@ def _shared_rows(probed: ProbedModel) -> Rows | None:
     """How samples or packs with images share rows. None: each sample is padded to the longest."""
     request = probed.request
     if request.packs_images and request.config.packed_sequence is not None:
-        from automodel_ckpt.data.image_collate import ImageTextCollator
-        from automodel_ckpt.models.inspect.interface import image_token_ids
-        from automodel_ckpt.training.model.image_rows import choose_image_rows
-
-        ids = image_token_ids(request.model_config, request.preprocessor)
-        return choose_image_rows(probed, ImageTextCollator(request.preprocessor, ids))
+        return choose_image_rows(probed)
     return choose_row_layout(probed) if request.shares_rows else None
 
 
@@ -229,7 +413,7 @@ def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSet
                 "router_aux_loss has no effect: this model computes no router logits",
                 where="model.router_aux_loss",
                 value=scope,
-                hint="set output_router_logits: true in the model's config, or remove the key",
+                hint="remove the key",
             )
         return None
     if not scope or not request.is_trained:
@@ -309,3 +493,58 @@ def install_mtp(
     part_of = context.slice_of if context is not None else None
     layers.install(inner, output, part_of)
     return layers
+
+
+_TOKENS_PER_SLICE = 3
+
+
+def divide_rows(
+    model: nn.Module, probe_model: nn.Module, layout: RankLayout, options: Values
+) -> ContextParallel:
+    """Make the sharded *model* compute only this rank's slice of each row. A collective.
+
+    Tokens must exchange information in attention only. A forward pass of a few tokens with *options*, of complete rows
+    and of slices, shows whether they do. *probe_model* is *model*, or its pipeline stages as a model that takes tokens.
+    Raises :class:`RecipeError` if not.
+    """
+    from automodel_ckpt.models.loss.mtp import mtp_decoders
+    from automodel_ckpt.parallel.context_parallel import ContextParallel, context_parallel_error
+    from automodel_ckpt.training.model.pipeline import FromTokens
+
+    context = ContextParallel(model, layout, mtp_decoders(model_without_adapters(model)))
+    if isinstance(probe_model, FromTokens):
+        probe_model.context = context
+    difference = _difference(probe_model, context, layout.device, options)
+    for reason in gather_objects(layout.gloo_group, difference):
+        if reason:
+            raise context_parallel_error(model, reason)
+    return context
+
+
+def _difference(
+    model: nn.Module, context: ContextParallel, device: torch.device, options: Values
+) -> str:
+    """How the logits of this rank's slice differ from the logits of complete rows. Empty if only by rounding."""
+    length = context.size * _TOKENS_PER_SLICE
+    # Small ids, which every vocabulary has.
+    tokens = torch.arange(length, device=device).remainder(5).unsqueeze(0)
+    last_tokens = tokens[:, -_TOKENS_PER_SLICE:]
+    try:
+        with side_effect_free(model):
+            complete = logits_of(model(input_ids=tokens, **options)).float()
+            without_context = logits_of(model(input_ids=last_tokens, **options)).float()
+            context.start()
+            sliced = logits_of(model(input_ids=tokens, **options)).float()
+    # Returned, not raised: the other ranks wait in gather_objects().
+    except Exception as error:
+        log.debug("could not probe the model for divided rows", exc_info=True)
+        return f"{type(error).__name__}: {error}"
+    # The scale is the error of ignoring the other slices: rounding is far below it in every dtype.
+    error_without_context = (complete[:, -_TOKENS_PER_SLICE:] - without_context).abs().max()
+    tolerance = 0.1 * float(error_without_context)
+    expected = complete[:, context.slice_of(length)]
+    is_equal = sliced.shape == expected.shape
+    # The comparison is false for NaN.
+    if is_equal and float((sliced - expected).abs().max()) <= tolerance:
+        return ""
+    return "slices of rows have other logits than complete rows"

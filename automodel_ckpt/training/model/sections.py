@@ -1,34 +1,28 @@
-"""What the sections of a recipe mean for its model, and how the samples of a micro-batch share rows."""
+"""What the sections of a recipe mean for its model on a device: its data types, its strategy, its repositories."""
 
 from __future__ import annotations
 
 import logging
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.callables.trust import trusts_remote_code
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.keys.monitoring import LoggingConfig
 from automodel_ckpt.config.keys.ranks_and_steps import DistributedConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
-from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.attention.by_document import (
-    Answer,
-    attend_by_document,
-    attend_by_mask,
-    keeps_samples_apart,
-)
-from automodel_ckpt.models.attention.documents import document_kernel
 from automodel_ckpt.models.config_reading import (
     check_layer_drop,
     check_task,
@@ -36,7 +30,6 @@ from automodel_ckpt.models.config_reading import (
     load_model_config,
 )
 from automodel_ckpt.models.inspect.interface import (
-    attention_of,
     check_context,
     check_vocabulary,
     context_length,
@@ -45,10 +38,9 @@ from automodel_ckpt.models.inspect.interface import (
     wanted_size,
 )
 from automodel_ckpt.models.inspect.repository import RepositoryOptions
-from automodel_ckpt.parallel.mesh_sizes import RankLayout, Sizes, choose_strategy
+from automodel_ckpt.models.meta_init import float32_names
+from automodel_ckpt.parallel.mesh_sizes import RankLayout, Sizes, Strategy, choose_strategy
 from automodel_ckpt.parallel.parallelize import Parallelism
-from automodel_ckpt.parallel.precision import compute_dtype
-from automodel_ckpt.parallel.ranks.agree import on_all_ranks
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -286,136 +278,184 @@ def text_tokenizer(preprocessor: Any) -> Any:
     return getattr(preprocessor, "tokenizer", preprocessor)
 
 
-Rows = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""From a collated micro-batch to the rows that the model gets, with the same sum of losses over labels."""
-_USUAL_HIDDEN_SIZE = 1024
-"""For a model by ``_target_``, which need not have a configuration."""
+ComputeType = Literal["bfloat16", "float16", "none"]
+ParameterType = Literal["float32", "bfloat16", "float16", "float64", "auto"]
+Float32Precision = Literal["highest", "high"]
+
+_NOT_FOR_SHARDS = re.compile(
+    r"torch\.optim\.(.+\.)?(Adafactor|Rprop)|transformers\.(.+\.)?Adafactor"
+)
+"""Names of optimizers that fail in the first step for sharded parameters (torch 2.14, transformers 5.24)."""
 
 
-@dataclass(frozen=True)
-class ProbedModel:
-    """A sharded *model*, and how forward passes of a few tokens are computed with it."""
+def resolve_precision(config: RecipeConfig, sizes: Sizes, device_type: str) -> RecipeConfig:
+    """Replace ``auto`` and null of ``distributed.mixed_precision`` and ``distributed.strategy`` by what they mean on a
+    device of *device_type* (``cuda``, ``cpu``).
 
-    request: ModelRequest
-    model: nn.Module
-    """The object that was sharded in place: a DDP wrapper around it would reduce gradients."""
-    from_tokens: nn.Module
-    """The same, or the pipeline stages as a model that takes tokens."""
-    options: Mapping[str, Any]
-    """The arguments of each forward pass."""
-    compute: Callable[[], AbstractContextManager[Any]]
-    """The context of a forward pass."""
-    marks_tokens: bool
-    """Whether the rows contain a mask of the tokens that are not padding."""
-
-    @property
-    def row_multiple(self) -> int:
-        """Rows are padded to a multiple of this many tokens."""
-        return self.request.row_multiple
-
-    @property
-    def layout(self) -> RankLayout:
-        """The ranks that share the model."""
-        return self.request.layout
-
-
-def choose_row_layout(probed: ProbedModel) -> Rows | None:
-    """How samples share rows, if the recipe wants it and the model supports it. None: each is padded to the longest.
-
-    A collective, which runs the model. Raises :class:`RecipeError` if ``packed_sequence`` is not supported.
+    Values that the recipe gives are unchanged, so the result is the same if it is called with its own result. Raises
+    :class:`RecipeError` for a strategy that this mesh does not support.
     """
-    request, config = probed.request, probed.request.config
-    is_packed = config.packed_sequence is not None
-    if not (config.dataloader.padding_free or is_packed):
+    compute_type = _compute_type(config, sizes, device_type)
+    strategy = _strategy(config, sizes, compute_type, device_type)
+    section = replace(config.distributed, strategy=strategy, mixed_precision=compute_type)
+    return replace(config, distributed=section)
+
+
+def _compute_type(config: RecipeConfig, sizes: Sizes, device_type: str) -> ComputeType:
+    given = config.distributed.mixed_precision
+    if given is None:
+        return "none"
+    if given != "auto":
+        return given
+    if device_type != "cuda":
+        return "none"
+    dtype = config.model.dtype if isinstance(config.model, ModelConfig) else None
+    if dtype == "float64":
+        # Asked for to get more precise results than float32.
+        return "none"
+    if dtype == "bfloat16" and config.peft is None and sizes.world == 1:
+        # Nothing is left to cast, and no gradient is added up over ranks.
+        return "none"
+    return "bfloat16"
+
+
+def _strategy(
+    config: RecipeConfig, sizes: Sizes, compute_type: ComputeType, device_type: str
+) -> Strategy:
+    given = config.distributed.strategy
+    # Neither weights of bitsandbytes in 8 bits nor all optimizers can be sharded.
+    is_in_8_bits = config.peft is not None and config.peft.quantize_base == "int8"
+    is_whole = is_in_8_bits or _updates_no_shards(config)
+    if given != "auto":
+        return choose_strategy(given, sizes)
+    if sizes.token_parts > 1:
+        # ddp supports neither stages nor replicas of shards.
+        can_replicate = sizes.pp == 1 and sizes.dp_replicate == 1
+        return "ddp" if is_whole and can_replicate else "fsdp2"
+    if compute_type == "none" or device_type != "cuda":
+        # Autocast is faster on a CPU, and keeps norms and residual sums in float32.
+        return "single"
+    if is_whole or isinstance(config.model, Target):
+        # A module of the user's own may call its parts in any order.
+        return "single"
+    # Autocast would keep 16-bit copies of all float32 weights until the end of a backward pass.
+    return "fsdp2"
+
+
+def _updates_no_shards(config: RecipeConfig) -> bool:
+    """Whether the recipe names an optimizer with operations that DTensor does not support."""
+    sections = [config.optimizer, *config.optimizer.groups]
+    names = [section._target_ for section in sections if isinstance(section, Target)]
+    return any(_NOT_FOR_SHARDS.fullmatch(name) for name in names)
+
+
+def compute_dtype(section: DistributedConfig) -> torch.dtype | None:
+    """The data type of forward and backward passes; None: the data type of the parameters, also for ``auto`` before
+    :func:`resolve_precision`."""
+    if section.mixed_precision in (None, "none", "auto"):
         return None
-    attention = attention_of(probed.model)
-    # Flash attention finds the samples by their position ids only in a batch of one row.
-    one_row = "flash" in attention
-    max_row_length = None
-    if config.packed_sequence is not None and not one_row:
-        # Each pack has a row, while samples that are not packed can share longer rows.
-        max_row_length = config.packed_sequence.size
-    apart = partial(
-        keeps_samples_apart,
-        probed.from_tokens,
-        one_row,
-        probed.options,
-        probed.row_multiple,
-        probed.layout.device,
-        max_row_length,
-    )
-    answer = probe_with_masks(probed.from_tokens, probed.layout, apart)
-    if not answer and is_packed:
-        raise RecipeError(
-            "this model does not keep the samples of a pack apart",
-            where="packed_sequence",
-            value=f"{type(probed.model).__name__}, {attention} attention{answer.reason}",
-            hint="leave packed_sequence out, or use another model or attn_implementation",
-        )
-    if not answer:
-        log.info(
-            "samples are padded to the longest: this model does not keep those apart that share a row%s",
-            answer.reason,
-        )
-        return None
-    kernel = choose_document_kernel(probed)
-    how = f"{attention} attention separates them by their position ids"
-    if kernel:
-        how = f"attention is limited to each sample ({kernel})"
-    log.debug("packing samples without padding; %s", how)
-    text = request.model_config and request.model_config.get_text_config()
-    hidden_size = getattr(text, "hidden_size", _USUAL_HIDDEN_SIZE)
-    one_row = one_row or bool(kernel)
-    return RowLayout(hidden_size, one_row, probed.row_multiple, probed.marks_tokens)
+    return getattr(torch, section.mixed_precision)  # type: ignore[no-any-return]
 
 
-def probe_with_masks(
-    probe_model: nn.Module, layout: RankLayout, apart: Callable[[], Answer]
-) -> Answer:
-    """Whether *apart* holds on all ranks for the model as it is, or else with masks by positions, which it then keeps.
+def keeps_masters(config: RecipeConfig) -> bool:
+    """Whether parameters that are trained beside a base in 16 bits get float32: not if the recipe gives their type."""
+    section, peft = config.model, config.peft
+    if isinstance(section, Target) or section.dtype is not None:
+        return False
+    return peft is not None and peft.dtype == "float32"
 
-    A collective.
+
+def keeps_frozen_types(config: RecipeConfig) -> bool:
+    """Whether parameters that ``model.freeze`` excludes from training keep the 16 bits of their files.
+
+    FSDP2 computes with them in 16 bits in any case. Not if the recipe gives the type of all parameters, and not with
+    ``init_from``: the values are not from these files.
     """
-    answer = apart()
-    # Each pipeline stage probes its own layers, and all stages need the same rows.
-    if on_all_ranks(layout.gloo_group, bool(answer)):
-        return Answer(True)
-    from automodel_ckpt.models.attention.row_masks import mask_by_positions
-
-    handle = None if layout.in_stages else mask_by_positions(probe_model)
-    if handle is None:
-        return replace(answer, holds=False)
-    # All ranks have the same model here.
-    if on_all_ranks(layout.gloo_group, bool(apart())):
-        return Answer(True)
-    handle.remove()
-    return replace(answer, holds=False)
-
-
-def choose_document_kernel(probed: ProbedModel) -> str:
-    """Let attention skip pairs of tokens of different samples, if the recipe names no implementation itself.
-
-    A collective. Returns the label of the kernel, the same on all ranks. Empty if attention uses the mask.
-    """
-    config, layout = probed.request.config, probed.layout
     section = config.model
-    if not isinstance(section, ModelConfig) or section.attn_implementation is not None:
-        return ""
-    kernel = document_kernel(layout.device.type, is_compiled=config.compile.enabled)
-    # A probe is a collective of the ranks that share the model.
-    if not on_all_ranks(layout.gloo_group, kernel is not None):
-        return ""
-    assert kernel is not None
-    able = attend_by_document(
-        probed.from_tokens,
-        probed.options,
-        probed.row_multiple,
-        layout.device,
-        kernel=kernel,
-        compute=probed.compute,
-    )
-    if on_all_ranks(layout.gloo_group, able):
-        return kernel.label
-    # Another rank could not: undo the change on this rank.
-    attend_by_mask(probed.from_tokens)
-    return ""
+    if isinstance(section, Target) or section.dtype is not None:
+        return False
+    if config.peft is not None or config.init_from:
+        return False
+    has_patterns = bool(section.freeze or section.freeze_if_present)
+    casts = config.distributed.strategy == "fsdp2" and compute_dtype(config.distributed) is not None
+    return has_patterns and casts
+
+
+def with_parameter_type(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig | None,
+    *,
+    device_type: str,
+    is_trained: bool,
+) -> RecipeConfig:
+    """Return *config* with a ``model.dtype`` for a device of *device_type*. *model_config* belongs to the files.
+
+    Parameters that are trained need float32, because small updates would be lost in 16 bits. The base of adapters and
+    a reference model are frozen.
+    """
+    section = config.model
+    if isinstance(section, Target) or section.dtype is not None:
+        return config
+    dtype: ParameterType = "float32"
+    if device_type == "cuda" and (config.peft is not None or not is_trained):
+        # bfloat16 has fewer bits of mantissa, so a base in float16 stays what it is.
+        is_half = getattr(model_config, "dtype", None) == torch.float16
+        dtype = "float16" if is_half else "bfloat16"
+    return replace(config, model=replace(section, dtype=dtype))
+
+
+def float32_precision(config: RecipeConfig, device_type: str) -> Float32Precision:
+    """How float32 matrices are multiplied: ``highest`` is exact, ``high`` uses TF32."""
+    if config.float32_precision is not None:
+        return config.float32_precision
+    if device_type == "cuda" and not config.deterministic:
+        return "high"
+    return "highest"
+
+
+def set_float32_precision(precision: Float32Precision, device_type: str) -> None:
+    """Apply *precision* to the products and convolutions of this process; without effect on a CPU."""
+    if device_type != "cuda":
+        # torch would use it for the CPU's products as well.
+        return
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision == "high"
+
+
+def describe_precision(config: RecipeConfig, layout: RankLayout, model: nn.Module) -> str:
+    """Which data type is used for what, as a line of text. *model* is not sharded yet."""
+    is_fsdp2, dtype = is_fully_sharded(config, layout), compute_dtype(config.distributed)
+    trained: Counter[str] = Counter()
+    frozen: Counter[str] = Counter()
+    for parameter in model.parameters():
+        counter = trained if parameter.requires_grad else frozen
+        counter[name_of(parameter.dtype)] += parameter.numel()
+    parts: list[str] = []
+    for what, counts in (
+        ("trained weights and their optimizer state", trained),
+        ("frozen weights", frozen),
+    ):
+        if counts:
+            # From the type with most elements.
+            types = [name for name, _ in counts.most_common()]
+            parts.append(f"{what} {' and '.join(types)}")
+    if dtype is None:
+        parts.append("computed in the type of the weights")
+    else:
+        text = f"computed in {name_of(dtype)} ({'FSDP2' if is_fsdp2 else 'autocast'})"
+        kept = [model.get_parameter(name) for name in float32_names(model, dtype)]
+        num_in_float32 = sum(each.dtype == torch.float32 for each in kept)
+        if is_fsdp2 and num_in_float32:
+            text += f" but {counted(num_in_float32, 'tensor')} in float32"
+        parts.append(text)
+        if trained and is_fsdp2:
+            parts.append("gradients reduced in float32")
+    if layout.device.type == "cuda":
+        is_exact = float32_precision(config, "cuda") == "highest"
+        parts.append(f"float32 products {'exact' if is_exact else 'in TF32'}")
+    return ", ".join(parts)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype without its module, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")

@@ -44,22 +44,13 @@ from automodel_ckpt.models.model_checks import (
 from automodel_ckpt.parallel.gradients import keep_frozen_statistics
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.model_layers import decoder_layers
-from automodel_ckpt.parallel.precision import (
-    compute_dtype,
-    describe_precision,
-    float32_precision,
-    keeps_frozen_types,
-    keeps_masters,
-    resolve_precision,
-    with_parameter_type,
-)
 from automodel_ckpt.training.model.deferred_model import (
     DeferredModel,
     build_unsharded,
     check_cuda_graphs,
     check_mesh,
     has_cuda_graphs,
-    shard_for_training,
+    shard,
     skeleton,
 )
 from automodel_ckpt.training.model.pretrained_files import layout_in_files, types_in_files
@@ -75,10 +66,16 @@ from automodel_ckpt.training.model.sections import (
     ModelRequest,
     activation_mode,
     compiles_kernels,
+    compute_dtype,
+    describe_precision,
     fuses_layers,
+    keeps_frozen_types,
+    keeps_masters,
     logs_mfu,
     read_model_config,
+    resolve_precision,
     text_tokenizer,
+    with_parameter_type,
 )
 
 if TYPE_CHECKING:
@@ -90,7 +87,7 @@ if TYPE_CHECKING:
     from automodel_ckpt.models.measure.flop_count import FlopCount
     from automodel_ckpt.parallel.context_parallel import ContextParallel
     from automodel_ckpt.training.model.pipeline import PipelineStage
-    from automodel_ckpt.training.model.sections import Rows
+    from automodel_ckpt.training.model.probes import Rows
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -109,7 +106,7 @@ def _change_model(
         if request.is_trained:
             freeze(model, [])  # raises if the model has nothing to train
         else:
-            _freeze_all(model)
+            model.requires_grad_(False)
         return deferred, {}
     assert request.model_config is not None
     # Before model.vocab_size changes it.
@@ -147,7 +144,7 @@ def _change_model(
             record_complete_tensors(model)
     _fuse_layers(request, deferred.model)
     if not request.is_trained:
-        _freeze_all(deferred.model)
+        deferred.model.requires_grad_(False)
     elif section.activation_checkpointing:
         _recompute_activations(request, deferred.model, activation_mode(section))
     return deferred, {
@@ -249,11 +246,6 @@ def _recompute_activations(request: ModelRequest, model: nn.Module, mode: str) -
     from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
 
     checkpoint_activations(model, mode, layers)
-
-
-def _freeze_all(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
 
 
 @dataclass(frozen=True)
@@ -412,7 +404,7 @@ def build_trainable(request: ModelRequest) -> Trainable:
         has_task_head=request.has_task_head,
         flop_count=flop_count,
         summary=_summary(request, model),
-        precision=_precision(request, model),
+        precision=describe_precision(request.config, layout, model),
     )
     if request.is_dry_run:
         return trainable
@@ -420,7 +412,7 @@ def build_trainable(request: ModelRequest) -> Trainable:
     uses_graphs = has_cuda_graphs(typed, layout)
     if uses_graphs and request.is_trained:
         check_cuda_graphs(typed, layout, has_routers=router is not None)
-    sharded = shard_for_training(request, deferred)
+    sharded = shard(deferred, typed, layout)
     probed = probe(request, model, sharded, options, router)
     return replace(
         trainable,
@@ -467,18 +459,3 @@ def _summary(request: ModelRequest, model: nn.Module) -> str:
     if max(sizes.dp_replicate, sizes.tp, sizes.pp, sizes.cp, sizes.ep) > 1:
         text += f" ({sizes})"
     return text
-
-
-def _precision(request: ModelRequest, model: nn.Module) -> str:
-    section, device_type = request.config.distributed, request.layout.device.type
-    products = float32_precision(request.config, device_type) if device_type == "cuda" else None
-    strategy = choose_strategy(section.strategy, request.layout.sizes)
-    dtype = compute_dtype(section)
-    kept = float32_names(model, dtype) if strategy == "fsdp2" else ()
-    return describe_precision(
-        model,
-        strategy=strategy,
-        compute_type=dtype,
-        products=products,
-        num_in_float32=sum(model.get_parameter(name).dtype == torch.float32 for name in kept),
-    )

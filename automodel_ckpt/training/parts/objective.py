@@ -260,7 +260,7 @@ class Objective:
                 "this objective needs the logits of complete rows, and context parallel ranks divide them",
                 where="distributed.cp_size",
                 value=trainable.context.size,
-                hint="leave cp_size out",
+                hint="remove the key",
             )
         return logits_of(trainable.forward(self._inputs(rows, None)))
 
@@ -425,7 +425,7 @@ def build_loss_fn(section: Target | None, device: torch.device) -> LossFn:
             "a loss has to be the sum over the labels: the recipe divides by the labels of the whole global batch",
             where="loss_fn.reduction",
             value=loss_fn.reduction,
-            hint="leave reduction out",
+            hint="remove the key",
         )
     check_labels(loss_fn)
     if isinstance(loss_fn, nn.Module):

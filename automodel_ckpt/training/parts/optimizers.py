@@ -238,14 +238,30 @@ def divided_by_width(
     The latter get the learning rate times *factor*. Their weight decay is divided by it, because AdamW multiplies the
     decay by the learning rate. Raises :class:`RecipeError` for another optimizer than AdamW.
     """
+    from automodel_ckpt.optim.adam8bit import AdamW8bit
+
+    adamws: tuple[Any, ...] = (torch.optim.AdamW, AdamW8bit)
+    for each in (section, *section.groups):
+        if not isinstance(each, Target) or (callable_of(each) in adamws and each is section):
+            continue
+        raise RecipeError(
+            "learning rates by width are defined for AdamW, and for one optimizer",
+            where="optimizer",
+            value=each._target_,
+        )
+    known = _defaults(section)
     divided = []
     for group in groups:
+        options = {**known, **group.options}
         rest = replace(group, members=[m for m in group.members if not m.scales_with_width])
-        lr, weight_decay = _rate_and_decay(section, group)
         scaled = replace(
             group,
             members=[member for member in group.members if member.scales_with_width],
-            options={**group.options, "lr": lr * factor, "weight_decay": weight_decay / factor},
+            options={
+                **group.options,
+                "lr": float(options["lr"]) * factor,
+                "weight_decay": float(options["weight_decay"]) / factor,
+            },
             label=f"{group.label or 'all'}: scaled by width",
         )
         divided += [rest, scaled]
@@ -283,30 +299,12 @@ def inherited(section: Section, group: TargetGroup) -> ValueDict:
     return found
 
 
-def _rate_and_decay(section: Section, group: PlannedGroup) -> tuple[float, float]:
-    """The learning rate and the weight decay of a group before they are scaled."""
-    owner = group.section if isinstance(group.section, TargetGroup) else section
-    from automodel_ckpt.optim.adam8bit import AdamW8bit
-
-    if isinstance(owner, OptimizerConfig):
-        known: ValueDict = {"lr": owner.lr, "weight_decay": owner.weight_decay}
-    else:
-        function = callable_of(owner)
-        if function not in (torch.optim.AdamW, AdamW8bit):
-            raise RecipeError(
-                "learning rates by width are defined for AdamW",
-                where=group.key,
-                value=owner._target_,
-                hint="use AdamW, or remove pretrain.base_width",
-            )
-        defaults = {
-            name: parameter.default
-            for name, parameter in inspect.signature(function).parameters.items()
-        }
-        shared = inherited(section, owner) if isinstance(owner, TargetGroup) else {}
-        known = {**defaults, **shared, **owner.kwargs}
-    known |= group.options
-    return float(known["lr"]), float(known["weight_decay"])
+def _defaults(section: Section) -> ValueDict:
+    """The options of an AdamW for groups that do not set them."""
+    if isinstance(section, OptimizerConfig):
+        return {"lr": section.lr, "weight_decay": section.weight_decay}
+    parameters = inspect.signature(callable_of(section)).parameters
+    return {name: each.default for name, each in parameters.items()} | section.kwargs
 
 
 log = logging.getLogger("automodel_ckpt")
@@ -425,8 +423,7 @@ def _check_options(optimizer: Optimizer, groups: Sequence[PlannedGroup]) -> None
             raise RecipeError(
                 f"{type(optimizer).__name__} has no option {unknown[0]} for a group of parameters",
                 where=f"{group.key}.{unknown[0]}",
-                value=group.options[unknown[0]],
-                hint=f"it has {', '.join(sorted(optimizer.defaults))}",
+                value=f"{group.options[unknown[0]]}; it has {', '.join(sorted(optimizer.defaults))}",
             )
 
 
@@ -456,8 +453,6 @@ def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
             counted(len(tensors), "tensor"),
             options,
         )
-    for each in optimizers_8bit(optimizer):
-        log.debug("%s: %s", type(each).__name__, each.state_summary)
 
 
 def optimizers_8bit(optimizer: Optimizer) -> list[AdamW8bit]:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,6 @@ from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.samples.encoder import encode_one
-from automodel_ckpt.data.samples.samples import RowStream
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.interface import first_line
@@ -110,10 +108,9 @@ def absent_tokenizer(name: str, where: str) -> RecipeError | None:
         reject_other_weights(name, where)
     if where == _BASE and "config.json" not in files:
         return RecipeError(
-            "the directory has no model",
+            "the directory has no model: config.json is not there",
             where=where,
             value=f"{name} has {listed or 'no files'}{more}",
-            hint="name the directory with config.json and the weights",
         )
     return RecipeError(
         "the directory has no tokenizer",
@@ -197,7 +194,6 @@ def build_processor(config: RecipeConfig) -> Any:
             "this processor does not have these settings",
             where="processor",
             value=f"{', '.join(unknown)}; {type(processor).__name__}",
-            hint="remove them, or use the names in its preprocessor_config.json",
         )
     return check_vocabulary_file(processor, where)
 
@@ -215,10 +211,6 @@ def check_processor(processor: Any, where: str) -> None:
     elif media and hasattr(processor, "tokenizer"):
         return
     raise RecipeError(what, where=where, value=type(processor).__name__, hint=hint)
-
-
-_NUM_EXAMINED = 64
-"""How many samples of a data set show where an answer ends."""
 
 
 def set_generation(recipe: Any) -> list[int]:
@@ -327,32 +319,22 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 
 def _ends_of(dataset: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end samples of *dataset* and have labels, without what is blank after them."""
+    """The special tokens that end the answers of *dataset*: by its chat template, or else labeled ends of samples."""
     template = getattr(dataset, "template", None)
     renderer = getattr(template, "renderer", None)
-    if renderer is not None:
-        return _ends_of_template(renderer, tokenizer)
-    if isinstance(dataset, RowStream) and template:
+    if renderer is None and template and tokenizer.chat_template:
         from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
 
         renderer = ChatRenderer(tokenizer, str(tokenizer.get_chat_template()), {})
+    if renderer is not None:
         return _ends_of_template(renderer, tokenizer)
     if not isinstance(dataset, TokenizedDataset) or not len(dataset.ends):
         return set()
-    found: Counter[int] = Counter()
-    added = _special(tokenizer)
-    for number in np.linspace(0, len(dataset.ends) - 1, _NUM_EXAMINED, dtype=np.int64):
-        span = dataset.span(number)
-        tokens, labelled = dataset.tokens[span].tolist(), dataset.labelled[span]
-        last = len(tokens) - 1
-        while (
-            last > 0 and tokens[last] not in added and not tokenizer.decode([tokens[last]]).strip()
-        ):
-            last -= 1
-        if last >= 0 and labelled[last] and tokens[last] in added:
-            found[tokens[last]] += 1
+    last = np.asarray(dataset.ends) - 1
+    tokens, counts = np.unique(dataset.tokens[last][dataset.labelled[last]], return_counts=True)
     # A sample that was truncated can end with any token.
-    return {end for end, count in found.items() if count >= _NUM_EXAMINED / 10}
+    frequent: list[int] = tokens[counts >= len(last) / 10].tolist()
+    return _special(tokenizer).intersection(frequent)
 
 
 def _ends_of_template(renderer: ChatRenderer, tokenizer: Any) -> set[int]:

@@ -35,6 +35,10 @@ log = logging.getLogger("automodel_ckpt")
 _STALL_SHARE = 0.01
 """With ``every_steps: auto``, training waits for copies for at most about this share of its time."""
 _MAX_FAILURES = 3
+_OTHER_DIRECTORY = (
+    "enlarge this tmpfs (docker run --shm-size), set checkpoint.memory.directory to another one that this user can "
+    "write, or remove checkpoint.memory"
+)
 
 SaveState = Callable[[Checkpointer], object]
 """Saves the present step with a checkpointer."""
@@ -173,8 +177,7 @@ class MemorySaves:
             "there is too little space for checkpoints in memory",
             where=str(self.directory),
             value=f"two at a time need about {size_text(2 * forecast.nbytes * share)}, {free} are free",
-            hint="enlarge this tmpfs (docker run --shm-size), set checkpoint.memory.directory to another one, or "
-            "remove checkpoint.memory",
+            hint=_OTHER_DIRECTORY,
         )
 
     def _remove_all_but(self, kept: str | None) -> None:
@@ -346,5 +349,5 @@ def _as_recipe_error(error: Exception) -> AutomodelError:
         "checkpoints in memory are not possible",
         where="checkpoint.memory.directory",
         value=str(error),
-        hint="name a directory on a tmpfs that this user can write, or remove checkpoint.memory",
+        hint=_OTHER_DIRECTORY,
     )

@@ -104,7 +104,7 @@ class Saves:
         self._save_before: SaveReport | None = None
         """The checkpoint before :attr:`last_save`, while that is being written."""
         self.resumed: Resumed | None = None
-        """The checkpoint that this process resumed from, set by ``training/start/resume.py`` and :meth:`roll_back`."""
+        """The checkpoint that this process resumed from, set by ``training/resume.py`` and :meth:`roll_back`."""
         self.memory: MemorySaves | None = None
         """The section ``checkpoint.memory``, set at the resume."""
         self.replica_check: ReplicaCheck | None = None

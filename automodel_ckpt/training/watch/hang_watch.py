@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.run.notes import DATA, STEPS
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh_sizes import RankLayout
-from automodel_ckpt.parallel.ranks import hang_action, hangs
+from automodel_ckpt.parallel.ranks import hangs
 from automodel_ckpt.parallel.ranks.agree import gather_or_raise
 from automodel_ckpt.parallel.ranks.hangs import (
     ProcessAddress,
@@ -240,8 +240,8 @@ class HangWatch:
         if usual is not None:
             duration = f"it takes {seconds:.0f} s, and the median is {usual:.3g} s"
         text = f"step {step} hangs: {duration}\n  {found.text}\n  stacks of all ranks: {directory}"
-        ends = self._settings.restart and hang_action.may_restart(os.environ)
-        if self._stop_request.wanted and hang_action.restart is not None:
+        ends = self._settings.restart and hangs.may_restart(os.environ)
+        if self._stop_request.wanted and hangs.restart is not None:
             ends = True
             text += "\n  a stop was requested, which waited for this step: nothing was saved"
         mark = f"start {self._start} {'is restarted' if ends else 'waits'}"
@@ -250,10 +250,10 @@ class HangWatch:
             return
         hangs.write_text(directory, hangs.REPORT, f"{text}\n  {mark}\n")
         if ends:
-            assert hang_action.restart is not None
+            assert hangs.restart is not None
             # The end of this rank can end the process that sends the report to other nodes.
             time.sleep(self._arrival_seconds)
-            hang_action.restart(text)
+            hangs.restart(text)
         log.error("%s", text)
 
     def _collect(self, directory: Path) -> dict[int, RankState]:

@@ -23,8 +23,9 @@ from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.models.inspect.interface import in_all_layers, listed
 from automodel_ckpt.parallel.gradients import complete_gradient, local_shard
 from automodel_ckpt.parallel.mesh_sizes import RankLayout
-from automodel_ckpt.parallel.precision import compute_dtype
 from automodel_ckpt.parallel.ranks import agree
+from automodel_ckpt.parallel.tensor_parallel import OTHER_PLAN
+from automodel_ckpt.training.model.sections import compute_dtype
 
 KEY = "checkpoint.verify_replicas"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -240,9 +241,9 @@ def _error(differing: Mapping[str, float]) -> RecipeError:
         names[in_all_layers(name)] = None
     return RecipeError(
         "the tensor parallel plan is incomplete: the copies of replicated parameters get different gradients on the "
-        "ranks of a group, and would diverge",
+        "ranks of a group, and would diverge (modules that see only a rank's heads or columns need the style "
+        "replicated_with_grad_allreduce)",
         where="distributed.tp_size",
         value=listed([*names]),
-        hint="remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan in which modules that "
-        "see only a rank's heads or columns have the style replicated_with_grad_allreduce",
+        hint=OTHER_PLAN,
     )

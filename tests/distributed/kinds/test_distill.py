@@ -165,32 +165,6 @@ step_scheduler: {{global_batch_size: 4, local_batch_size: 2, num_epochs: 2, max_
 LORA = "peft: {method: lora, r: 4, target_modules: [q_proj, v_proj]}"
 
 
-@pytest.mark.further
-def test_packs_of_a_mixture_in_a_cache_have_the_losses_of_the_teacher(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path / "cache"))
-    more = f"{SOURCES}\n{LORA}"
-    online = write_mixed(tmp_path / "online", models, more)
-    cached = write_mixed(tmp_path / "cached", models, more, top_k=VOCABULARY)
-    run(online)
-    ranks.run(run, 2, cached, init=False)
-    assert len(logged(online)) == 8
-    for one, other in zip(logged(online), logged(cached), strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
-    validations = [
-        json.loads((path.parent / "run/validation.jsonl").read_text().splitlines()[-1])
-        for path in (online, cached)
-    ]
-    names = ("val_loss", "val_kd_loss", "val_ce_loss", "val_accuracy", "val_kd_loss_more")
-    for name in names:
-        assert validations[0][name] == pytest.approx(validations[1][name], abs=1e-4)
-    assert 0 < validations[0]["val_kd_loss"] < logged(online)[0]["kd_loss"]
-    # The mixture and the validations have the same two sources.
-    log = (cached.parent / "run/log.txt").read_text()
-    assert log.count("computing the") == 2 and log.count("are cached") == 3
-
-
 def write_mixed(directory: Path, models: Path, more: str, **distill: Any) -> Path:
     """Write a recipe of the keys in *more*, which replace those of the recorded cases."""
     path = write(directory, models, "mixed", **distill)

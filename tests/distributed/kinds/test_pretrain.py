@@ -136,7 +136,7 @@ def test_rates_and_initial_values_by_width(tmp_path: Path) -> None:
         (["--dataset.num_samples=8"], "no end.*\n.*dataset.num_samples"),
         (
             ["--validation_dataset.form=stream"],
-            r"no end[\s\S]*validation_dataset[\s\S]*without streaming",
+            r"no end[\s\S]*validation_dataset[\s\S]*streaming",
         ),
         (
             ["--pretrain.split_documents=false"],

@@ -271,23 +271,6 @@ def test_settings_of_the_processor_are_those_of_the_recipe(form: str, tmp_path: 
     assert AutoImageProcessor.from_pretrained(base).size["longest_edge"] == 256
 
 
-def test_the_vocabulary_of_fresh_weights_is_the_recipes(tmp_path: Path) -> None:
-    recipe = prepare(tmp_path, "llava")
-    fresh = (
-        "--model.from_pretrained=null",
-        f"--model.from_config={tmp_path / 'base'}",
-        "--model.vocab_size=400",
-    )
-    processor = f"--processor.from_pretrained={tmp_path / 'base'}"
-    short = (
-        "--checkpoint.enabled=false",
-        "--step_scheduler.max_steps=1",
-        "--validation_dataset=null",
-    )
-    [rows, *_] = micro_batches(recipe, 2)
-    assert with_logits(recipe, rows, *fresh, processor, *short).shape[-1] == 400
-
-
 def test_what_a_vision_language_recipe_cannot_do_is_refused(tmp_path: Path) -> None:
     recipe = prepare(tmp_path, "llava")
     relu = "{_target_: tests.support.runs.training_parts.part, name: relu}"

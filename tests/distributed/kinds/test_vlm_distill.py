@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForImageTextToText
 
 from tests.distributed.kinds.test_vlm import micro_batches
-from tests.support import ranks
 from tests.support.models.vision import FAMILIES, make_base, write_conversations
 from tests.support.runs.training import train as run_recipe
 
@@ -140,21 +138,3 @@ PACKED = (
     "--step_scheduler.local_batch_size=1",
     "--step_scheduler.global_batch_size=2",
 )
-
-
-@pytest.mark.further
-def test_packs_and_several_ranks_have_the_losses_of_single_samples(tmp_path: Path) -> None:
-    path = prepare(tmp_path)
-    # The whole data set is one global batch, packed or not.
-    epoch = ("--step_scheduler.global_batch_size=20", "--step_scheduler.max_steps=1")
-    ways = {
-        "fsdp2": ("--distributed.strategy=fsdp2",),
-        "packs": ("--distributed.strategy=ddp", *PACKED),
-    }
-    run(path, "single", *epoch)
-    jobs = [partial(run, path, name, *more, *epoch) for name, more in ways.items()]
-    ranks.run_each(jobs, 2)
-    (expected,) = logged(tmp_path / "single")
-    for name in ways:
-        (found,) = logged(tmp_path / name)
-        assert found == pytest.approx(expected, abs=1e-5), name

@@ -83,35 +83,10 @@ def nothing(_model: FSDPModule) -> None:
     pass
 
 
-def halve_each(model: FSDPModule) -> None:
-    def halve(parameter: torch.Tensor) -> None:
-        gradient: Any = parameter.grad
-        gradient._local_tensor.mul_(0.5)
-
-    module: Any = model
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(halve)
-
-
-def halve_reduced(model: FSDPModule) -> None:
-    module: Any = model
-    for part in module.modules():
-        part.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5))
-
-
 def divide(model: FSDPModule) -> None:
     module: Any = model
     for part in module.modules():
         part.set_gradient_divide_factor(3.0)
-
-
-def zero_unused(model: FSDPModule) -> None:
-    module: Any = model
-    for part in module.modules():
-        if not hasattr(part, "set_reduce_scatter_unused_params"):
-            pytest.skip("this torch has no such setting")
-        part.set_reduce_scatter_unused_params(True)
 
 
 ROUNDED_SUMS = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
@@ -126,10 +101,7 @@ SETTINGS: dict[str, tuple[Callable[[FSDPModule], object], dict[str, Any]]] = {
         {"dtype": torch.bfloat16, "is_reduced": (True, False, False, True, True)},
     ),
     "reduced in bfloat16": (nothing, {"policy": ROUNDED_SUMS}),
-    "with hooks": (halve_each, {}),
-    "with hooks of reductions": (halve_reduced, {}),
     "divided": (divide, {}),
-    "with zeros": (zero_unused, {}),
 }
 
 

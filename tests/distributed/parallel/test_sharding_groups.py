@@ -30,43 +30,6 @@ def sharded_model(kind: str) -> nn.Module:
     return parallelize(model, layout_here(), Parallelism("fsdp2"))
 
 
-def groups(kind: str) -> tuple[list[str], dict[str, list[str]]]:
-    """The modules that fsdp2 gathers separately, and which others each of them prefetches."""
-    model = sharded_model(kind)
-    names = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            names[module._get_fsdp_state()] = name.removeprefix("base_model.model.")
-    prefetched = {}
-    for state, name in names.items():
-        prefetched[name] = [names[other] for other in state._states_to_forward_prefetch]
-    return sorted(names.values()), prefetched
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected", "head"),
-    [
-        ("untied", ["lm_head", "model.embed_tokens"], "lm_head"),
-        ("tied", [], None),
-        ("small", [], None),
-        (
-            "adapters",
-            ["lm_head.modules_to_save.default", "lm_head.original_module", "model.embed_tokens"],
-            "lm_head.modules_to_save.default",
-        ),
-    ],
-)
-def test_embedding_and_head_are_gathered_separately_unless_they_are_tied_or_smaller_than_a_layer(
-    kind: str, expected: list[str], head: str | None
-) -> None:
-    found, prefetched = ranks.run(groups, 2, kind)[0]
-    assert found == sorted(["", *LAYERS, *expected])
-    assert prefetched[LAYERS[0]] == LAYERS[1:]
-    assert prefetched[LAYERS[1]] == ([head] if head else [])
-    if head:
-        assert prefetched["model.embed_tokens"] == LAYERS[:1]
-
-
 def forward_after_a_failed_one() -> tuple[bool, float, float]:
     """Whether all parameters are sharded after a failure, and the next two outputs after the weights changed."""
     model = sharded_model("untied")

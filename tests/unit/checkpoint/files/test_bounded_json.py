@@ -156,6 +156,6 @@ def test_files_that_others_can_write_are_parsed_by_no_other_parser() -> None:
         "checkpoint/jobs/rank_manifest.py",
         "convert/targets/compressed_tensors.py",
         "logs/follow.py",
-        "training/parts/init_checks.py",
+        "training/parts/init_from.py",
     }
     assert with_parser == {"checkpoint/files/safe_open.py", *own_content}

@@ -14,15 +14,17 @@ from automodel_ckpt.data.batches.packing import PackedDataset, RowLayout
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.loss.causal import next_token_loss
 from automodel_ckpt.models.attention.by_document import (
+    Answer,
     keeps_samples_apart,
     padding_changes_outputs,
 )
+from automodel_ckpt.models.attention.row_masks import mask_by_positions
 from automodel_ckpt.models.inspect.interface import (
     accepts_use_cache,
     attention_of,
     forward_parameters,
 )
-from automodel_ckpt.training.model.sections import probe_with_masks
+from automodel_ckpt.training.model.probes import probe_with_masks
 from tests.support.models.sizes import model_sizes
 
 _SIZES = {
@@ -234,6 +236,13 @@ def test_sharing_rows_changes_neither_loss_nor_gradients(
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def probed(model: Any) -> Any:
+    """What the probe needs of a model on one rank."""
+    return SimpleNamespace(
+        from_tokens=model, layout=SimpleNamespace(gloo_group=None, in_stages=False)
+    )
+
+
 @pytest.mark.parametrize("model_type", ["gpt_oss", "afmoe", "opt", "xglm"])
 def test_models_that_ignore_positions_in_their_masks_get_masks(model_type: str) -> None:
     # Products of experts have no float64.
@@ -244,8 +253,7 @@ def test_models_that_ignore_positions_in_their_masks_get_masks(model_type: str) 
     collate = PadCollator(0)
     separate = (collate([sample]) for sample in samples())
     expected_loss, expected = loss_and_gradients(model, *separate)
-    layout: Any = SimpleNamespace(gloo_group=None, in_stages=False)
-    assert probe_with_masks(model, layout, apart)
+    assert probe_with_masks(probed(model), apart, mask_by_positions) == (Answer(True), True)
     loss, gradients = loss_and_gradients(model, RowLayout(4096)(collate(samples())))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     for ours, theirs in zip(gradients, expected, strict=True):
@@ -255,6 +263,6 @@ def test_models_that_ignore_positions_in_their_masks_get_masks(model_type: str) 
 def test_a_model_that_masks_do_not_help_stays_as_it_is() -> None:
     model = build("falcon_h1")
     apart = partial(keeps_samples_apart, model, False, {"use_cache": False})
-    layout: Any = SimpleNamespace(gloo_group=None, in_stages=False)
-    assert not probe_with_masks(model, layout, apart)
+    answer, has_masks = probe_with_masks(probed(model), apart, mask_by_positions)
+    assert not answer and not has_masks
     assert not model.get_decoder()._forward_pre_hooks

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from automodel_ckpt.base.code_tables import dynamic_table, nearest
 from automodel_ckpt.optim import adam8bit
@@ -124,50 +123,3 @@ def test_further_bits_are_updated(gradient_dtype: torch.dtype) -> None:
     rows[0], bits = adam8bit.divided(rows[0])
     found, expected = (each(rows, SETTINGS, bits) for each in (updated, expected_of))
     assert_updated([*rows, bits], found, expected)
-
-
-def with_moments(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The codes of both moments and the scales of the first, if the first becomes *moments*, the second its square."""
-    num_rows, block = moments.shape
-    rows = made(num_rows, block)
-    for each in rows[2:]:
-        each.zero_()
-    for codes, table in zip(rows[2:4], TABLES, strict=True):
-        codes.fill_(table.tolist().index(0.0))
-    rows[1] = moments
-    found = updated(rows, [1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
-    return found[2], found[3], found[4]
-
-
-def beside(numbers: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """*numbers*, and the float32 numbers that are up to *num_steps* steps smaller and larger."""
-    steps = torch.arange(-num_steps, num_steps + 1, dtype=torch.int32)
-    return (numbers.view(torch.int32).unsqueeze(1) + steps).view(torch.float32).flatten()
-
-
-def in_rows(numbers: torch.Tensor, largest: float) -> torch.Tensor:
-    """Rows of 256 with *numbers*, each with the largest value in the middle; the last one is filled with zeros."""
-    padded = nn.functional.pad(numbers, (0, -len(numbers) % 255)).view(-1, 255)
-    column = torch.full((len(padded), 1), largest)
-    return torch.cat([padded[:, :100], column, padded[:, 100:]], dim=1)
-
-
-@pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**-80, 1.1e-20, 3.1e-25, 1.7e-33, 1e-37, 3e38])
-@pytest.mark.parametrize("is_signed", [True, False], ids=["averages", "squares"])
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
-def test_codes_beside_middles_are_those_of_the_search(scale: float, is_signed: bool) -> None:
-    table = TABLES[0 if is_signed else 1]
-    middles = (table[1:] + table[:-1]) / 2
-    if not is_signed:
-        middles, scale = middles.sqrt(), min(scale, 1e19)
-    numbers = beside((middles.double() * scale).float(), 3)
-    numbers = numbers[numbers.abs() < scale]
-    special = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38, scale, -scale])
-    moments = in_rows(torch.cat([numbers, special]), scale)
-    average_codes, square_codes, scales = with_moments(moments)
-    assert (scales == torch.tensor(scale)).all()
-    found, numbers = (average_codes, moments) if is_signed else (square_codes, moments.square())
-    divisors = numbers.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    assert torch.equal(found.int(), nearest(numbers / divisors, table))
-    if scale == 1:
-        assert len(found.unique()) >= 255

@@ -103,9 +103,3 @@ def test_a_flag_on_the_device_leaves_all_as_it_is() -> None:
     adamw_kernel.update(*rows, **SETTINGS, weight_decay=0.1, found_inf=scalar(1.0))
     for row, kept in zip(rows, before, strict=True):
         assert all(torch.equal(*pair) for pair in zip(row, kept, strict=True))
-
-
-def test_the_kernel_can_be_tried() -> None:
-    from automodel_ckpt.optim import adamw_kernel
-
-    adamw_kernel.try_once(torch.device(DEVICE))

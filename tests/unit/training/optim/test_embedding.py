@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModel, AutoTokenizer
 
 from automodel_ckpt.cli.ckpt import main as run_ckpt
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import RecipeError
 from tests.fixtures.embedding import tiny_pairs as tiny
 from tests.support.runs import pair_recipes
 from tests.support.runs.pair_recipes import trained
@@ -57,21 +57,6 @@ def test_losses_are_those_of_sentence_transformers(tmp_path: Path, case: str) ->
         f"--step_scheduler.local_batch_size={tiny.BATCH // 2}",
     ).close()
     assert losses_in(tmp_path / "run") == pytest.approx(recorded["losses"], rel=1e-5)
-
-
-def test_negatives_of_one_micro_batch_are_those_of_a_smaller_batch(tmp_path: Path) -> None:
-    recipe = pair_recipes.write_embedding(tmp_path)
-    sizes = ("--step_scheduler.max_steps=1", "--dataloader.shuffle=false")
-    accumulated = ("--embedding.negatives=micro_batch", "--step_scheduler.local_batch_size=3")
-    trained(recipe, *sizes, *accumulated).close()
-    halves = []
-    for step in (1, 2):
-        run = f"--checkpoint.checkpoint_dir={tmp_path / 'half'}"
-        half = ("--step_scheduler.global_batch_size=3", "--step_scheduler.local_batch_size=3")
-        rate = ("--optimizer.lr=0.0", f"--step_scheduler.max_steps={step}")
-        trained(recipe, *sizes, *half, *rate, run).close()
-        halves.append(losses_in(tmp_path / "half")[-1])
-    assert losses_in(tmp_path / "run")[0] == pytest.approx(sum(halves) / 2, rel=1e-6)
 
 
 def test_a_loss_of_own_negatives_does_not_depend_on_the_batch(tmp_path: Path) -> None:
@@ -191,34 +176,6 @@ def test_attention_to_later_tokens_is_that_of_a_complete_mask(
         expected.append(torch.nn.functional.normalize(hidden.mean(0), dim=0))
     # Eager attention computes the softmax in float32.
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-6, atol=1e-7)
-
-
-def test_recomputed_activations_have_the_same_attention(tmp_path: Path) -> None:
-    recipe = pair_recipes.write_embedding(tmp_path, "llama")
-    losses = []
-    for name, *options in (("causal",), ("kept", BOTH_WAYS), ("recomputed", BOTH_WAYS)):
-        mode = str(name == "recomputed").lower()
-        directory = f"--checkpoint.checkpoint_dir={tmp_path / name}"
-        recomputes = f"--model.activation_checkpointing={mode}"
-        trained(recipe, directory, "--step_scheduler.max_steps=2", recomputes, *options).close()
-        losses.append(losses_in(tmp_path / name))
-    causal, kept, recomputed = losses
-    # With embedding.attention: bidirectional, recomputed masks are the same.
-    assert recomputed == kept
-    assert abs(kept[0] - causal[0]) > 1e-4
-
-
-def test_a_run_with_another_attention_is_noticed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    recipe = pair_recipes.write_embedding(tmp_path, "llama")
-    trained(recipe, "--step_scheduler.max_steps=1").close()
-    with pytest.raises(CheckpointUnusable, match=r"is_causal: not set .*, false here"):
-        trained(recipe, BOTH_WAYS, "--step_scheduler.max_steps=2")
-    other = f"--checkpoint.checkpoint_dir={tmp_path / 'other'}"
-    first = (f"--init_from.path={tmp_path / 'run'}", other, "--step_scheduler.max_steps=1")
-    trained(recipe, BOTH_WAYS, *first).close()
-    assert "is_causal: true there, false here" in caplog.text
 
 
 def test_a_model_that_does_not_follow_the_attention_is_rejected(tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ from torch import nn
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.loss.causal import LossFn, check_is_sum, next_token_loss, num_label_tokens
-from automodel_ckpt.training.gradients import checked
-from automodel_ckpt.training.values.records import LossSum
 
 
 def batch(
@@ -60,24 +58,6 @@ def test_a_loss_that_returns_one_value_per_position_is_refused() -> None:
     for returned in (None, 3.0):
         with pytest.raises(RecipeError, match=rf"must be a scalar tensor[\s\S]*value:  {returned}"):
             next_token_loss(logits, labels, lambda logits, labels, found=returned: found)
-
-
-@pytest.mark.parametrize(
-    ("result", "said"),
-    [
-        (torch.ones(()), r"must be a LossSum\n  where:  object\.loss\n  value:  Tensor"),
-        (None, r"must be a LossSum[\s\S]*value:  NoneType"),
-        (LossSum(torch.ones(2, requires_grad=True)), r"a scalar tensor[\s\S]*shape \[2\]"),
-        (LossSum(torch.ones(())), "has no gradient"),
-    ],
-)
-def test_what_an_objective_returns_has_to_be_a_loss_with_a_gradient(
-    result: object, said: str
-) -> None:
-    with pytest.raises(RecipeError, match=said):
-        checked(result, object())
-    fine = LossSum(torch.ones((), requires_grad=True))
-    assert checked(fine, object()) is fine
 
 
 def focal(losses: torch.Tensor) -> torch.Tensor:

@@ -76,17 +76,3 @@ def test_parameters_and_state_are_those_of_torch(settings: dict[str, Any]) -> No
     for number, state in their_state["state"].items():
         assert our_state["state"][number].keys() == state.keys()
         assert all(torch.equal(our_state["state"][number][name], state[name]) for name in state)
-
-
-def test_a_step_without_gradients_changes_nothing_and_hooks_are_called_once() -> None:
-    optimizer, calls = made(), []
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    optimizer.step()
-    before = [parameter.detach().clone() for parameter in optimizer.param_groups[0]["params"]]
-    optimizer.zero_grad()
-    optimizer.step()
-    optimizer.step(lambda: 7.0)
-    assert calls == ["after"] * 3
-    assert all(
-        torch.equal(*pair) for pair in zip(before, optimizer.param_groups[0]["params"], strict=True)
-    )

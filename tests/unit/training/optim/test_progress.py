@@ -55,23 +55,6 @@ def test_with_a_number_of_steps_a_line_is_printed_after_each_multiple_and_the_la
     assert [text[:10] for text in printed] == ["step  4/10", "step  8/10", "step 10/10"]
 
 
-def test_by_default_there_are_about_25_lines_and_one_in_ten_minutes() -> None:
-    for total, seconds, expected in (
-        (60, 1.0, [*range(3, 61, 3)]),
-        (1000, 1.0, [3, *range(40, 1001, 40)]),
-        (100, 400.0, [3, *range(4, 101, 2)]),
-        (10**6, 301.0, [3, 5, 7, 9]),
-    ):
-        stream, clock = io.StringIO(), Clock()
-        line = Progress(total_steps=total, stream=stream, clock=clock)
-        for step in range(1, min(total, 1000 if total < 10**6 else 10) + 1):
-            line.update(line_of(step), 0.5)
-            clock.now += seconds
-        shown = [int(text[4:].partition("/")[0]) for text in stream.getvalue().splitlines()]
-        assert shown == expected
-    assert re.search(r"  ends (... \d\d )?\d\d:\d\d$", stream.getvalue().splitlines()[0])
-
-
 def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -96,35 +79,6 @@ def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
     monkeypatch.setenv("TERM", "dumb")
     progress(dumb := Terminal(), clock).update(line_of(20), 0.5)
     assert dumb.getvalue() == f"{printed}\n"
-
-
-def test_lines_have_a_time_and_break_between_words_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "41")
-    monkeypatch.setenv("TERM", "xterm")
-    screen, file = Terminal(), io.StringIO()
-    message = (
-        "step 20: validation loss 2.4000; run `ckpt ls checkpoints` to see it\n  to export it: "
-        + "x " * 40
-    )
-    for stream in (screen, file):
-        line = Progress(stream=stream, clock=Clock(), has_timestamps=True)
-        line.write_above(message)
-    first, second, third, command, _ = screen.getvalue().split("\n")
-    assert re.fullmatch(r"\d\d:\d\d:\d\d step 20: validation loss", first)
-    assert [second, third] == ["         2.4000; run", "         `ckpt ls checkpoints` to see it"]
-    assert command == message.split("\n")[1]
-    screen.seek(0)
-    screen.truncate()
-    command = "try it: ckpt generate /a/long/path/to/the/model -p 'Once upon a time'"
-    Progress(stream=screen, has_timestamps=True).write_above(command)
-    assert screen.getvalue()[9:] == command + "\n"
-    line.update(line_of(20), 0.5)
-    logged, _, step = file.getvalue().splitlines()
-    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
-    assert re.fullmatch(stamp + re.escape(message.split("\n")[0]), logged)
-    assert re.match(stamp + "step 20  epoch 0", step)
 
 
 def test_a_text_log_keeps_what_was_logged_before_and_after_it_is_opened(tmp_path: Path) -> None:

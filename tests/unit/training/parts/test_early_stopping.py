@@ -13,14 +13,6 @@ from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.measure.measurements import stopping_rule
 
 
-def test_it_states_why_the_run_ended() -> None:
-    stopping = EarlyStopping(StoppingRule("val_loss", "min", 1, 0.5))
-    stopping.note(4, {"val_loss": 2.0})
-    stopping.note(6, {"val_loss": 1.75})
-    expected = "early stopping: val_loss did not improve by more than 0.5 on 2 of step 4 in the last validation"
-    assert stopping.reason() == expected
-
-
 @pytest.mark.parametrize(
     ("metric", "mode"),
     [("val_perplexity", "min"), ("val_accuracy_a", "max"), ("eval_a", "max"), ("eval_loss", "min")],

@@ -16,9 +16,8 @@ import pytest
 
 from automodel_ckpt.checkpoint.run.notes import DATA, SAVES, STEPS, VALIDATION
 from automodel_ckpt.config.keys.monitoring import HangsConfig
-from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.logs.timeline import Timeline
-from automodel_ckpt.parallel.ranks import hang_action, hangs
+from automodel_ckpt.parallel.ranks import hangs
 from automodel_ckpt.parallel.ranks.hangs import (
     ProcessAddress,
     ProcessReport,
@@ -28,8 +27,6 @@ from automodel_ckpt.parallel.ranks.hangs import (
     verdict,
 )
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.watch import hang_watch
 from automodel_ckpt.training.watch.hang_watch import HangWatch
 
 STATE = RankState(0, "now", 12, STEPS, 5.0, {"0": 30, "1": 4}, "in a step: f (a.py:1)")
@@ -191,80 +188,12 @@ def test_only_a_step_far_beyond_the_median_and_the_limit_hangs(
     assert is_reported(slow, monkeypatch)
 
 
-@pytest.mark.parametrize("may_restart", [True, False])
-def test_a_hang_is_reported_or_the_ranks_are_restarted(
-    tmp_path: Path,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    may_restart: bool,
-) -> None:
-    """With hangs.restart false, or without restarts, it is reported."""
-    messages: list[str] = []
-    monkeypatch.setattr(hang_action, "restart", messages.append)
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    timeline = Timeline()
-    timeline.enter(STEPS)
-    watched = watch(timeline, tmp_path, min_seconds=1.0, restart=may_restart)
-    for step in range(1, 20):
-        clock.now += 0.1
-        watched.note_step(step)
-    directory = tmp_path / "hangs" / "step_20"
-    for rank in (1, 2):
-        hangs.write_state(
-            directory,
-            replace(
-                STATE, rank=rank, start=watched._start, completed=19 - (rank == 2), is_overdue=False
-            ),
-        )
-    clock.now += 5
-    watched._check()
-    watched._check()
-    (text,) = messages if may_restart else [record.getMessage() for record in caplog.records]
-    assert "step 20 hangs: it takes 5 s, and the median is 0.1 s" in text
-    assert "rank 2 did not arrive" in text
-    assert str(directory) in text
-    assert bool(messages) == may_restart
-    assert (directory / "report.txt").read_text().startswith(f"{text}\n")
-
-
-@pytest.mark.parametrize("host", ["here", "elsewhere", None])
-def test_the_lowest_overdue_rank_of_a_node_examines_its_silent_ranks(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, host: str | None
-) -> None:
-    """Rank 0 of *host* and rank 1 are overdue, and rank 2 writes nothing. *host* None: rank 0 has no address."""
-    timeline = Timeline()
-    timeline.enter(STEPS)
-    watched: Any = watch(timeline, tmp_path, min_seconds=1.0)
-    watched._layout.rank, watched._poll_seconds = 1, 0.0
-    ticks = SimpleNamespace(sleep=lambda _: None, monotonic=iter(range(1000)).__next__)
-    monkeypatch.setattr(hang_watch, "time", ticks)
-    monkeypatch.setattr(hang_watch, "report_on", lambda _: ProcessReport("", "f (a.py)"))
-    watched._addresses = [
-        host and SimpleNamespace(is_on_this_node=host == "here"),
-        SimpleNamespace(is_on_this_node=True),
-        SimpleNamespace(is_on_this_node=True),
-    ]
-    for step in range(1, 20):
-        clock.now += 0.1
-        watched.note_step(step)
-    directory = tmp_path / "hangs" / "step_20"
-    state = replace(STATE, start=watched._start, completed=19, is_overdue=True)
-    hangs.write_state(directory, state)
-    clock.now += 5
-    watched._check()
-    watched._check()
-    stacks = [path.name for path in directory.iterdir() if "f (a.py)" in path.read_text()]
-    assert bool(stacks) == (host != "here")
-
-
 def test_after_a_stop_request_a_hang_that_was_only_reported_ends_the_run(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save waits for the step, and launchers do not wait long."""
     messages: list[str] = []
-    monkeypatch.setattr(hang_action, "restart", messages.append)
+    monkeypatch.setattr(hangs, "restart", messages.append)
     timeline, request = Timeline(), StopRequest()
     timeline.enter(STEPS)
     watched = watch(timeline, tmp_path, min_seconds=600.0, restart=False, stop_request=request)
@@ -286,13 +215,3 @@ def test_after_a_stop_request_a_hang_that_was_only_reported_ends_the_run(
     watched.note_step(20)
     clock.now += 61
     assert is_reported(watched, monkeypatch), "after 60 s in place of hangs.min_seconds"
-
-
-def test_the_section_can_be_disabled() -> None:
-    """hangs: null."""
-    loop: Any = TrainingLoop.__new__(TrainingLoop)
-    loop.config, loop.layout = RecipeConfig(hangs=None), SimpleNamespace(world_size=2)
-    loop.checkpointer = object()
-    assert not loop.watches_ranks
-    loop.config = RecipeConfig()
-    assert loop.watches_ranks

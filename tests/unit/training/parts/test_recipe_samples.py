@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -12,9 +11,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.data.seq2seq import SourceTargetCollator, source_target
-from automodel_ckpt.data.text_pairs import ScoreCollator, check_negatives, has_types, text_pairs
+from automodel_ckpt.data.text_pairs import ScoreCollator, has_types, text_pairs
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.fixtures.embedding import tiny_pairs as tiny
@@ -125,25 +123,3 @@ def test_documents_are_read_together_with_their_query(tmp_path: Path) -> None:
         text_pairs(tokenizer, path, seq_length=4, pair_template="", truncation="error")
     with pytest.raises(RecipeError, match="a sample is no query with its documents"):
         ScoreCollator(0)([{"input_ids": [1, 2], "labels": [1, 2]}])
-
-
-@pytest.mark.parametrize("has_types_", [False, True])
-def test_queries_without_negatives_are_counted_and_rejected_if_all_are(
-    has_types_: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    document = [False, *([True, False] if has_types_ else []), True]
-
-    def dataset_of(*counts: int) -> TokenizedDataset:
-        lengths = [count * len(document) for count in counts]
-        tokens = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-        labelled = np.array(document * sum(counts))
-        return TokenizedDataset(tokens, np.cumsum(lengths), labelled, np.zeros(3, np.int64))
-
-    dataset = dataset_of(1, 3, 1, 2)
-    check_negatives(dataset, has_types=has_types_, where="dataset")
-    assert "2 of 4 queries have no negative document" in caplog.text
-    check_negatives(dataset_of(3), has_types=has_types_, where="dataset")
-    check_negatives([], has_types=has_types_, where="dataset")
-    assert len(caplog.records) == 1
-    with pytest.raises(RecipeError, match="no query has a negative document"):
-        check_negatives(dataset_of(1), has_types=has_types_, where="dataset")

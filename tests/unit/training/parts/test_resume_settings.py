@@ -86,10 +86,8 @@ def test_a_resume_applies_rejects_or_reports_what_its_recipe_changed(
     capsys: pytest.CaptureFixture[str],
     rates: list[float],
 ) -> None:
-    recipe, here = (
-        training.write_recipe(tmp_path),
-        ("--checkpoint.checkpoint_dir", str(tmp_path / "run")),
-    )
+    recipe = training.write_recipe(tmp_path)
+    here: tuple[str, ...] = ("--checkpoint.checkpoint_dir", str(tmp_path / "run"))
     here += ("--lr_scheduler.decay_steps", "12", "--checkpoint.save_consolidated", "false")
     training.train(recipe, *here, "--step_scheduler.max_steps", "3")
 
@@ -110,14 +108,8 @@ def test_a_resume_applies_rejects_or_reports_what_its_recipe_changed(
         CheckpointUnusable, match=r"saved as F32 \[.*\], here BF16(.|\n)*model\.dtype"
     ):
         resumed(recipe, *here, "--model.dtype", "bfloat16")
-    constant = resumed(
-        recipe,
-        *here[:2],
-        "--lr_scheduler",
-        "null",
-        "--checkpoint.allow_missing_state",
-        "[lr_scheduler]",
-    )
+    without = ("--lr_scheduler=null", "--checkpoint.allow_missing_state=[lr_scheduler]")
+    constant = resumed(recipe, *here[:2], *without)
     assert constant.optimizer.param_groups[0]["lr"] == 1e-2
 
     without = (*here, "--checkpoint.save_optimizer", "false")
@@ -134,12 +126,7 @@ def test_a_resume_with_another_class_of_optimizer_takes_its_options_or_starts_wi
     tmp_path: Path, caplog: pytest.LogCaptureFixture, rates: list[float]
 ) -> None:
     recipe = training.write_recipe(tmp_path)
-    here = (
-        "--checkpoint.checkpoint_dir",
-        str(tmp_path / "run"),
-        "--lr_scheduler.decay_steps",
-        "12",
-    )
+    here = (f"--checkpoint.checkpoint_dir={tmp_path / 'run'}", "--lr_scheduler.decay_steps=12")
     training.train(recipe, *here, "--step_scheduler.max_steps", "3")
 
     sgd = (*here, "--optimizer", "{_target_: torch.optim.SGD, lr: 0.5, momentum: 0.9}")

@@ -18,16 +18,6 @@ def draws() -> list[float]:
     ]
 
 
-def test_a_state_fits_where_the_ranks_share_the_work_as_before() -> None:
-    state = StatefulRNG(5, 0, (1, 2, 1, 1)).state_dict()
-    assert StatefulRNG(5, 0, (1, 2, 1, 1)).fits(state)
-    assert not StatefulRNG(5, 0, (1, 1, 2, 1)).fits(
-        state
-    )  # as many ranks, which have to draw alike
-    del state["grid"]
-    assert StatefulRNG(5, 0, (1, 2, 1, 1)).fits(state)
-
-
 def test_a_state_of_other_gpus_is_reported_and_the_rest_of_it_restored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

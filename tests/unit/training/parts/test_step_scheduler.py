@@ -1,6 +1,5 @@
 """Cadence: what is validated and saved when, and that the last step is saved exactly once."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,24 +95,3 @@ def test_max_time_reserves_one_step_and_two_saves() -> None:
     assert not scheduler.read_clock().time_is_up
     clock.now = 75.0
     assert scheduler.read_clock().time_is_up
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            Settings(max_steps=100, num_epochs=2),
-            "num_epochs 2 ended the run at step 16 of max_steps 100",
-        ),
-        (Settings(max_steps=10, num_epochs=2), "max_steps 10 ended the run"),
-        (
-            Settings(max_steps=100, max_time="32"),
-            "max_time (32 s) ended the run at step 6 of max_steps 100; the same command continues it",
-        ),
-    ],
-)
-def test_what_ended_a_run_is_reported(settings: Settings, sentence: str) -> None:
-    clock = Clock()
-    scheduler = StepScheduler(settings, clock=clock)
-    drive(scheduler, clock, 8)
-    assert scheduler.reason_of_end() == sentence

@@ -21,7 +21,7 @@ from automodel_ckpt.recipes.dpo import DPOFinetune
 from automodel_ckpt.training.model.sections import preprocessor_options
 from automodel_ckpt.training.parts import init_from
 from automodel_ckpt.training.parts.preprocessors import find_preprocessor
-from automodel_ckpt.training.start.base_commit import commits_of_run, hub_names, pin_base
+from automodel_ckpt.training.resume import commits_of_run, hub_names, pin_base
 from tests.support.models import tiny
 from tests.support.servers.hub_server import HubServer, hub_server, using
 

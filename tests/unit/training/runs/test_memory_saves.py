@@ -15,8 +15,8 @@ from automodel_ckpt.checkpoint.parts.failures import REPAIR, RESUME
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig
 from automodel_ckpt.errors import LeaseLost, SaveFailed
+from automodel_ckpt.training.resume import COMMIT, REVISION, recorded_commits
 from automodel_ckpt.training.saves.memory_saves import MemorySaves
-from automodel_ckpt.training.start.base_commit import COMMIT, REVISION, recorded_commits
 from tests.support.models import tiny
 
 

@@ -14,7 +14,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training import recipe as recipe_module
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.start.resume import RecipeOptions
+from automodel_ckpt.training.resume import RecipeOptions
 
 
 class Recipe(recipe_module.Recipe):
@@ -33,14 +33,11 @@ def test_an_attribute_that_hides_a_method_is_refused_before_training() -> None:
         hiding.resume()
 
 
-def falling(
-    lr: float, num_steps: int
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """A rate that falls from *lr* to 0 in so many steps."""
+def made(
+    lr: float, gamma: float, size: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 1 - step / num_steps
-    )
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, size, gamma)
 
 
 def at_step(step: int) -> StepScheduler:
@@ -64,13 +61,6 @@ def test_with_on_resume_recipe_a_schedule_of_factors_is_where_the_recipes_would_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The rates of StepLR and OneCycleLR are computed from those before, which are of other settings."""
-
-    def made(
-        lr: float, gamma: float, size: int
-    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, size, gamma)
-
     expected = steps_of(*made(0.3, 0.5, 3), 10)
     saved, saved_schedule = made(0.1, 0.1, 2)
     steps_of(saved, saved_schedule, 5)
@@ -94,8 +84,8 @@ def test_with_on_resume_recipe_a_schedule_of_factors_is_where_the_recipes_would_
 def test_an_override_that_the_loaded_state_shows_to_have_no_effect_is_rejected(
     key: str, has_schedule: bool
 ) -> None:
-    saved, saved_schedule = falling(0.1, num_steps=20)
-    optimizer, schedule = falling(0.3, num_steps=20)
+    saved, saved_schedule = made(0.1, 0.5, 20)
+    optimizer, schedule = made(0.3, 0.5, 20)
     options = RecipeOptions(optimizer, schedule if has_schedule else None, OptimizerConfig(), [key])
     optimizer.load_state_dict(saved.state_dict())
     schedule.load_state_dict(saved_schedule.state_dict())

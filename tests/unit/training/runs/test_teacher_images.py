@@ -10,8 +10,7 @@ import transformers
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.repository import RepositoryOptions
-from automodel_ckpt.training.kinds.teacher import PretrainedTeacher
-from automodel_ckpt.training.kinds.teacher_images import check_images
+from automodel_ckpt.training.kinds.teacher import PretrainedTeacher, check_images
 from tests.support.models.vision import FAMILIES
 
 

@@ -1,1 +1,0 @@
-"""Starting and resuming a run."""
