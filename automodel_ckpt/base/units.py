@@ -32,11 +32,6 @@ def others_text(number: int) -> str:
     return counted(number, "tensor that is not the model's", "tensors that are not the model's")
 
 
-def left_out(text: str, number: int) -> str:
-    """State that the *number* things that *text* describes are not included: ``1 value ... is left out``."""
-    return f"{text} {'is' if number == 1 else 'are'} left out"
-
-
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Format a number of things: ``1 sample``, ``2 samples``, ``1,024 ranks``. *plural* defaults to the noun with s."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

@@ -9,9 +9,8 @@ Every file is compared with the digests of its manifest before a checkpoint is a
 from __future__ import annotations
 
 import os
-from importlib import import_module
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
 
 from automodel_ckpt.checkpoint.export.files import Log
 from automodel_ckpt.checkpoint.files import layout
@@ -20,9 +19,10 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.convert.formats.files import library
 from automodel_ckpt.convert.formats.nemo.tar_files import TarMember, TarReader, TarWriter
 from automodel_ckpt.convert.publishing import held_run, published_file
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, unusable
+from automodel_ckpt.errors import TAKE_ANOTHER, CheckpointUnusable, unusable
 
 _NUM_THREADS = 2
 _MAX_LOG_BYTES = 1 << 32
@@ -47,7 +47,7 @@ def archive(source: Path, target: Path, *, level: int, log: Log) -> tuple[list[s
         CheckpointUnusable: A checkpoint is damaged.
         RecipeError: The library zstandard is not installed.
     """
-    zstandard = _zstandard()
+    zstandard = library("zstandard", "an archive", "ckpt archive", "archive")
     is_run = layout.parse_checkpoint_name(source.name) is None
     checkpoints = [source]
     if is_run:
@@ -92,38 +92,20 @@ def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
         CheckpointUnusable: The archive is damaged or hostile, or another checkpoint has one of its names.
         SaveFailed: A checkpoint cannot be written.
     """
-    zstandard = _zstandard()
+    zstandard = library("zstandard", "an archive", "ckpt unarchive", "archive")
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
-
-    def decompressed(file: BinaryIO) -> BinaryIO:
-        return cast(
-            BinaryIO, decompressor.stream_reader(file, read_across_frames=True, closefd=False)
-        )
-
+    decompressed = partial(decompressor.stream_reader, read_across_frames=True, closefd=False)
     try:
         # Before a run directory is created. The manifests limit the members and their sizes.
         reader = TarReader(path, decompressed, (zstandard.ZstdError,), max_members=None)
     except OSError as error:
-        raise CheckpointUnusable.of_system(
-            error, "the archive cannot be read", hint="check the path and its permissions"
-        ) from error
+        what = "the archive cannot be read"
+        raise CheckpointUnusable.of_system(error, what, hint=TAKE_ANOTHER) from error
     with reader, held_run(run, f"extracting {path}") as directory:
         published = _Extraction(reader, directory.root, log).run()
         # Sets LATEST and LOWEST_VAL to the newest and the best checkpoint.
         directory.candidates(None)
     return published
-
-
-def _zstandard() -> Any:
-    try:
-        return import_module("zstandard")
-    except ImportError as error:
-        raise RecipeError(
-            "archives need the library zstandard",
-            "ckpt archive",
-            "not installed",
-            "pip install 'automodel_ckpt[archive]'",
-        ) from error
 
 
 class _Extraction:

@@ -34,6 +34,7 @@ from automodel_ckpt.checkpoint.sources.source import (
     check_finished,
     is_average,
     is_checkpoint,
+    module_in,
     open_checkpoint,
     without_averages,
 )
@@ -268,17 +269,11 @@ def _module(checkpoint: Path, manifest: Manifest, name: str) -> Tensors:
 def _module_in(directory: Path) -> Tensors:
     """Return the module that a checkpoint stores in *directory*."""
     checkpoint = directory.parent
-    modules = _modules_of(checkpoint)
     manifest = Manifest.read(checkpoint)
-    if is_average(manifest, directory.name):
-        average, model = _module(checkpoint, manifest, directory.name), modules[MODEL]
-        # Tensors that do not train are stored with the model.
-        return replace(average, tensors={**model.tensors, **average.tensors}, tied=model.tied)
-    found = {layout.state_directory(name): module for name, module in modules.items()}
-    if directory.name not in found:
-        raise _unusable(
-            "this directory of a checkpoint holds no module",
-            directory,
-            f"it has {sorted(found)}",
-        )
-    return found[directory.name]
+    name, _ = module_in(manifest, directory)
+    module = _module(checkpoint, manifest, name)
+    if not is_average(manifest, name):
+        return module
+    # Tensors that do not train are stored with the model.
+    model = _module(checkpoint, manifest, MODEL)
+    return replace(module, tensors={**model.tensors, **module.tensors}, tied=model.tied)

@@ -20,7 +20,7 @@ from automodel_ckpt.base.durable_io import (
     owner_digits,
     walk,
 )
-from automodel_ckpt.checkpoint.export.files import Log, staged
+from automodel_ckpt.checkpoint.export.files import ANOTHER_OUTPUT, Log, staged, unwritable
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.commit import make_run_directory
 from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
@@ -28,17 +28,15 @@ from automodel_ckpt.checkpoint.run import maintenance
 from automodel_ckpt.checkpoint.run.directory import RunDirectory, check_not_a_file
 from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
 from automodel_ckpt.checkpoint.run.resume import KeepPolicy
-from automodel_ckpt.errors import SaveFailed, writing_hint
+from automodel_ckpt.errors import SaveFailed
 
 
 def check_file_target(target: Path, *, overwrite: bool) -> None:
     """Raise :class:`SaveFailed` unless a file may be published as *target*: only *overwrite* replaces a file."""
     if target.is_dir():
-        raise _occupied(target, "a directory", "choose another output path")
+        raise _occupied(target, "a directory", ANOTHER_OUTPUT)
     if os.path.lexists(target) and not overwrite:
-        raise _occupied(
-            target, "a file", "choose another output path, or add --force to replace the file"
-        )
+        raise _occupied(target, "a file", f"{ANOTHER_OUTPUT}, or add --force to replace the file")
 
 
 def check_directory_target(target: Path) -> None:
@@ -46,14 +44,10 @@ def check_directory_target(target: Path) -> None:
     if not os.path.lexists(target):
         return
     if not target.is_dir():
-        raise _occupied(target, "a file", "choose another output path")
+        raise _occupied(target, "a file", ANOTHER_OUTPUT)
     names = sorted(os.listdir(target))
     if names:
-        raise _occupied(
-            target,
-            f"a directory with {', '.join(names[:3])}",
-            "choose another output path, or remove the directory",
-        )
+        raise _occupied(target, f"a directory with {', '.join(names[:3])}", ANOTHER_OUTPUT)
 
 
 _occupied = partial(SaveFailed, "the output path already exists")
@@ -86,11 +80,7 @@ def published_file(target: Path, log: Log, *, what: str) -> Iterator[Path]:
         fsync_directory(target.parent)
     except OSError as error:
         error.filename = error.filename or str(target)
-        raise SaveFailed.of_system(
-            error,
-            f"{what} could not be written",
-            hint=f"{writing_hint(error)}, or choose another output path",
-        ) from error
+        raise unwritable(error, f"{what} could not be written") from error
     finally:
         if staging is not None:
             staging.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.run.links import TO_HUB, step_of
 from automodel_ckpt.config.keys.checkpoint import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
-from automodel_ckpt.hub.repository import has_token
+from automodel_ckpt.hub.repository import LOGIN_HINT, has_token
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -33,7 +33,7 @@ def check_hub(section: HubConfig) -> None:
             "uploads to the Hugging Face Hub need a token",
             "hub.repo",
             section.repo,
-            "`hf auth login`, or set HF_TOKEN to a token with write access",
+            LOGIN_HINT,
         )
     _card(section)
 

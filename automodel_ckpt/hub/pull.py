@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.durable_io import fsync_directories, fsync_directory, owned
-from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
-from automodel_ckpt.checkpoint.export.files import Log
+from automodel_ckpt.checkpoint.export.files import ANOTHER_OUTPUT, Log
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError, SaveFailed
+from automodel_ckpt.checkpoint.remote.pull import check_space
+from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
 from automodel_ckpt.hub.repository import (
+    TRY_AGAIN,
     HubAddress,
     client,
     reporting,
@@ -54,7 +55,9 @@ def pull(address: HubAddress, directory: Path, log: Log, *, num_threads: int = 8
     staging = directory.with_name(f".{directory.name}.pull-{commit[:12]}")
     staging.mkdir(parents=True, exist_ok=True)
     with owned(staging):
-        _check_space(directory, staging, nbytes)
+        # An interrupted download has brought a part of it, which this one continues.
+        present = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
+        check_space(directory.parent, nbytes - present, "the download")
         with reporting(address, "the download"):
             snapshot_download(
                 address.repo, revision=commit, local_dir=staging, max_workers=num_threads
@@ -71,19 +74,6 @@ def pull(address: HubAddress, directory: Path, log: Log, *, num_threads: int = 8
     return Pulled(directory, commit, nbytes, has_manifest)
 
 
-def _check_space(directory: Path, staging: Path, nbytes: int) -> None:
-    """Raise :class:`SaveFailed` if the disk lacks the space for what an interrupted download has not brought yet."""
-    present = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
-    free = shutil.disk_usage(staging).free
-    if free < nbytes - present:
-        raise SaveFailed(
-            "the disk lacks the space for the download",
-            directory,
-            f"{size_text(nbytes - present)} needed, {size_text(free)} free",
-            "free space, then run the same command, which continues the download",
-        )
-
-
 def check_destination(directory: Path) -> None:
     """Raise :class:`RecipeError` if *directory* exists and is not an empty directory."""
     is_empty = directory.is_dir() and not any(directory.iterdir())
@@ -92,7 +82,7 @@ def check_destination(directory: Path) -> None:
             "the directory exists and is not empty",
             directory,
             "",
-            "choose another one, or remove it",
+            ANOTHER_OUTPUT,
         )
 
 
@@ -128,7 +118,7 @@ def _check(staging: Path, files: Sequence[Any], log: Log) -> None:
         if not path.is_file() or path.is_symlink() or _differs(path, file):
             path.unlink(missing_ok=True)
             what = "a downloaded file does not have the digest of the Hub"
-            problems.append(Problem(what, name, "", "run the same command again"))
+            problems.append(Problem(what, name, "", TRY_AGAIN))
     CheckpointUnusable.check(problems)
     log(f"files verified by the digests of the Hub: {len(files)}")
 

@@ -15,6 +15,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub.repository import (
+    LOGIN_HINT,
     MAIN,
     Content,
     HubAddress,
@@ -62,7 +63,7 @@ def push(
             "there is no token of the Hugging Face Hub",
             address,
             "",
-            "`hf auth login`, or set HF_TOKEN to a token with write access",
+            LOGIN_HINT,
         )
     api = client()
     with reporting(address, "creating the repository"):

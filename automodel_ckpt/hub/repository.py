@@ -16,6 +16,8 @@ from automodel_ckpt.base.hub_access import chain_of, explain, is_repo_name, is_r
 from automodel_ckpt.errors import AutomodelError, RecipeError, SaveFailed
 
 PREFIX = "hub:"
+TRY_AGAIN = "try again: files that were transferred are not transferred again"
+LOGIN_HINT = "`hf auth login`, or set HF_TOKEN to a token with write access"
 MAIN = "main"
 
 
@@ -53,10 +55,10 @@ def check_repo(repo: str, where: str) -> None:
     """Raise :class:`RecipeError` unless *repo* is ``ORG/NAME``, as the Hub accepts it."""
     if not is_repo_name(repo):
         raise RecipeError(
-            "this is not the name of a repository",
+            "this is not the name of a repository, ORG/NAME (letters, digits, -, _ and .)",
             where,
             repo,
-            "use ORG/NAME (letters, digits, -, _ and .), such as hub:my-org/my-model",
+            "",
         )
 
 
@@ -64,10 +66,10 @@ def check_revision(revision: str, where: str) -> None:
     """Raise :class:`RecipeError` unless *revision* can be the name of a branch, tag or commit."""
     if not is_revision_name(revision):
         raise RecipeError(
-            "this is not the name of a branch, tag or commit",
+            "this is not the name of a branch, tag or commit (letters, digits, -, _, . and /)",
             where,
             revision,
-            "use letters, digits, -, _, . and /",
+            "",
         )
 
 
@@ -118,7 +120,7 @@ def reporting(address: HubAddress, doing: str) -> Iterator[None]:
                 f"{doing} failed",
                 address,
                 f"{type(cause).__name__}: {text[:300]}",
-                "try again: files that were transferred are not transferred again",
+                TRY_AGAIN,
             ) from error
         found = HubError(
             f"{doing} failed: {problem.cause or problem.what}",

@@ -33,6 +33,7 @@ _NOT_SUPPORTED = (
     "create_seed_checkpoint",
 )
 """Fields of the config that must be empty or false."""
+_OTHER = "use torchtitan's own manager for this run"
 
 
 class _OfEachRank:
@@ -133,12 +134,12 @@ def _check(config: Any, model_parts: Sequence[nn.Module], optimizers: Any) -> No
                 "the checkpoint manager of automodel_ckpt does not do this",
                 where=f"checkpoint.{name}",
                 value=getattr(config, name),
-                hint="remove the field, or use torchtitan's own manager for this run",
+                hint=_OTHER,
             )
     if len(model_parts) != 1 or len(list(optimizers)) != 1:
         raise RecipeError(
             "the checkpoint manager of automodel_ckpt saves models in one part, with one optimizer",
             where="parallelism",
             value=f"{len(model_parts)} parts of the model, {len(list(optimizers))} optimizers",
-            hint="train without pipeline stages, or use torchtitan's own manager for this run",
+            hint=_OTHER,
         )

@@ -25,7 +25,7 @@ from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_safely
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.run.notes import read_note, write_note
-from automodel_ckpt.errors import RecipeError, os_problem, unusable
+from automodel_ckpt.errors import TAKE_ANOTHER, RecipeError, unusable
 
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _NUM_THREADS = 4
@@ -88,9 +88,8 @@ def identify_base(
         with ThreadPoolExecutor(_NUM_THREADS, "base") as executor:
             entries = dict(zip(names, executor.map(entry_of, names), strict=True))
     except OSError as error:
-        hint = "download the base model again"
-        problem = os_problem(error, "a file of the base model cannot be read", hint=hint)
-        raise RecipeError.all_of([problem]) from error
+        what = "a file of the base model cannot be read"
+        raise RecipeError.of_system(error, what, hint=TAKE_ANOTHER) from error
     if entries != known and notes is not None:
         # Without the note, the next start reads the base again.
         with suppress(OSError):
@@ -109,10 +108,10 @@ def _weight_files(directory: Path) -> list[str]:
         if (directory / single).is_file():
             return ["config.json", single]
     raise RecipeError(
-        "the base model has no weights",
+        "the base model has no weights: neither model.safetensors, nor its index with the files",
         where="model.from_pretrained",
         value=str(directory),
-        hint="name a directory with model.safetensors, or with its index and files",
+        hint="",
     )
 
 

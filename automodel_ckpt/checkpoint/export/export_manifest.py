@@ -83,28 +83,16 @@ class ExportManifest:
             text = read_safely(real.parent, real.name, limit=_most_bytes(directory))
             entries = parse_json(text)["files"]
             files = {name: _ranges(entry) for name, entry in entries.items()}
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-        ) as error:
+            for name in files:
+                if reason := layout.unsafe_path(name):
+                    raise ValueError(f"a file outside of the export, {name!r}: {reason}")
+        except Exception as error:  # a damaged one can make the conversion raise anything
             raise unusable(
                 "an export's manifest is missing or malformed",
                 path,
                 repr(error)[:300],
                 _hint(directory),
             ) from error
-        for name in files:
-            if reason := layout.unsafe_path(name):
-                raise unusable(
-                    "an export's manifest names a file outside of it",
-                    path,
-                    f"{name!r}: {reason}",
-                    _hint(directory),
-                )
         return cls(directory, files, follow_links)
 
     # ---------------------------------------------------------------- comparing whole files

@@ -17,9 +17,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.durable_io import (
     fsync_directories,
@@ -40,15 +39,19 @@ from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueD
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.sources.model_files import (
     MAX_SIDE_BYTES,
-    is_side_file,
+    SIDE_FILES,
+    fits,
     unreadable,
     with_older_keys,
 )
 from automodel_ckpt.checkpoint.sources.source import MAPS, BaseMaps, Source
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem, unusable, writing_hint
-
-if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.export.copy_engine import Digested
+from automodel_ckpt.errors import (
+    AutomodelError,
+    CheckpointUnusable,
+    SaveFailed,
+    unusable,
+    writing_hint,
+)
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 # The export writes the weights, their index and the manifest itself.
@@ -101,10 +104,10 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[FileDict, li
 
 def _side_names(source: Source, directory: Path) -> Iterable[str]:
     """Return the names of the side files. For a checkpoint in Hugging Face files, only those in its manifest."""
-    names = _files_below(directory)
+    names: Iterable[str] = (name for name in _files(directory) if (directory / name).is_file())
     if source.metadata_directory is None or (source.finished and source.manifest is None):
         # Known names only: the weights themselves are in this directory, and whatever else the user keeps there.
-        names = filter(is_side_file, names)
+        names = (name for name in names if fits(name, SIDE_FILES))
     elif source.manifest is not None and source.finished:
         names = [
             path.removeprefix(f"{directory.name}/")
@@ -112,15 +115,6 @@ def _side_names(source: Source, directory: Path) -> Iterable[str]:
             if not path.endswith(".bin")
         ]
     return [name for name in names if name not in _MADE_ANEW and not name.endswith(".safetensors")]
-
-
-def _files_below(directory: Path) -> Iterable[str]:
-    """Yield the relative paths of the files below *directory*."""
-    for parent, _, names in walk(directory):
-        for name in sorted(names):
-            path = Path(parent, name)
-            if path.is_file():
-                yield path.relative_to(directory).as_posix()
 
 
 def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple[bytes, list[str]]:
@@ -177,6 +171,16 @@ def write_side_files(files: Files, staging: Path) -> None:
         commit.write_file(path, data)
 
 
+@dataclass(frozen=True)
+class Digested:
+    """Bytes ``start .. start + nbytes`` of an output file, and their digest."""
+
+    file: str
+    start: int
+    nbytes: int
+    digest: str
+
+
 def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Digested]) -> None:
     """Write the export's manifest, its last file. *parts* are the digests of all bytes of the weights."""
     manifest = source.manifest
@@ -203,7 +207,7 @@ def _listed(plan: Plan, staging: Path, parts: Iterable[Digested]) -> dict[str, V
     for part in parts:
         found[part.file].append(part)
     listed = {}
-    for name in sorted(_files_below(staging)):
+    for name in sorted(_files(staging)):
         if name in found:
             in_order = sorted(found[name], key=lambda part: part.start)
             digests = [[part.nbytes, part.digest] for part in in_order]
@@ -270,6 +274,12 @@ def clear_leftovers(target: Path, log: Log) -> None:
 Check = Callable[[], None]
 
 _NUM_SHOWN = 5
+ANOTHER_OUTPUT = "choose another output path"
+
+
+def unwritable(error: OSError, what: str) -> AutomodelError:
+    """Return the error of an output that could not be written."""
+    return SaveFailed.of_system(error, what, hint=f"{writing_hint(error)}, or {ANOTHER_OUTPUT}")
 
 
 def resolved_target(output: str | os.PathLike[str] | None, default: Path) -> Path:
@@ -283,7 +293,7 @@ def resolved_target(output: str | os.PathLike[str] | None, default: Path) -> Pat
             "the default directory of the export is a symbolic link",
             where=default,
             value=os.readlink(default),
-            hint="remove the link, or name a directory with --output",
+            hint=ANOTHER_OUTPUT,
         )
     # A rename onto a link would replace the link, and the staging directory must be on the file system of the target.
     return Path(os.path.realpath(default if output is None else output))
@@ -310,7 +320,7 @@ def _not_replaceable(target: Path, value: str) -> SaveFailed:
         "the output directory holds files that no export made",
         where=target,
         value=value,
-        hint="move them away, or choose another output path",
+        hint=ANOTHER_OUTPUT,
     )
 
 
@@ -345,9 +355,7 @@ def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -
             before_publishing()
             _publish(staging, target, log)
     except OSError as error:
-        hint = f"{writing_hint(error)}, or choose another output path; nothing was changed"
-        problem = os_problem(error, "the export could not be written", hint=hint)
-        raise SaveFailed.all_of([problem]) from error
+        raise unwritable(error, "the export could not be written") from error
     finally:
         # After a swap, the export that was replaced has the staging directory's name.
         if staging is not None:

@@ -1,7 +1,7 @@
 """Planning an export as Hugging Face files. Pure functions: no file is opened.
 
 The plan determines the content of an export: names, dtypes, files, headers, and the offset of every tensor.
-``blocks.py`` determines which bytes of which slices fill a file.
+``consolidate.py`` determines which bytes of which slices fill a file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from automodel_ckpt.base.units import counted_are
+from automodel_ckpt.base.units import counted_are, some_of
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS, dtype_code
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
@@ -20,6 +20,7 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorDict, TensorMap
 from automodel_ckpt.errors import RecipeError, unusable
 
 _MAX_FILE_BYTES = 5_000_000_000
+_NUM_SHOWN = 5
 _SHORT_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
 
 
@@ -190,9 +191,9 @@ def export_names(tensors: TensorMap, tied: Texts, maps: BaseMaps, where: str) ->
     extra = [fqn for fqn in tensors if not maps.names & {fqn, *groups.get(fqn, ())}]
     what, parts = "the tensors are not those that the base model has", []
     if missing:
-        parts.append(f"missing: {_some(missing)}")
+        parts.append(f"missing: {some_of([*map(repr, missing)], _NUM_SHOWN)}")
     if extra:
-        parts.append(f"not in the base: {_some(extra)}")
+        parts.append(f"not in the base: {some_of([*map(repr, extra)], _NUM_SHOWN)}")
     if not parts:
         for fqn, shape in (maps.shape or {}).items():
             if result[fqn].shape != shape:
@@ -215,13 +216,6 @@ def _tie_groups(tied: Texts) -> dict[str, list[str]]:
     for alias, stored in tied.items():
         groups[stored].append(alias)
     return {name: group for group in groups.values() for name in group}
-
-
-def _some(names: Sequence[str], limit: int = 5) -> str:
-    text = ", ".join(map(repr, names[:limit]))
-    if len(names) <= limit:
-        return text
-    return f"{text} and {len(names) - limit} more"
 
 
 def _dtype(fqn: str, tensor: Tensor, maps: BaseMaps, cast_dtype: str | None) -> str:
@@ -252,7 +246,9 @@ def _quantized_warnings(exported: Sequence[ExportTensor], maps: BaseMaps) -> lis
         return []
     number = counted_are(len(found), "tensor")
     stay = "it stays" if len(found) == 1 else "they stay"
-    return [f"{number} quantized in the base and float here; {stay} float: {_some(found, 3)}"]
+    return [
+        f"{number} quantized in the base and float here; {stay} float: {some_of([*map(repr, found)], _NUM_SHOWN)}"
+    ]
 
 
 def _group(exported: Sequence[ExportTensor], maps: BaseMaps) -> list[list[ExportTensor]]:

@@ -72,11 +72,7 @@ class NodeServer(ThreadingTCPServer):
         if ":" in address.host:
             self.address_family = socket.AF_INET6
         self.root, self.token = root, token
-
-        def send(target: Address, file: str, data: bytes) -> None:
-            send_report(target, token, file, data)
-
-        self.hang_reports = HangReports(root, send)
+        self.hang_reports = HangReports(root, partial(send_report, token=token))
         self._received: dict[str, set[str]] = {}
         self._lock = threading.Lock()
         super().__init__(address, _Handler)

@@ -34,6 +34,7 @@ from automodel_ckpt.errors import EXIT_INTERNAL, SaveFailed
 SILENCE_SECONDS = 60.0
 """A node that neither takes nor sends a byte for so long has failed."""
 MAX_LINE_BYTES = 64 << 10
+NETWORK_HINT = "check the network between the nodes"
 BLOCK_BYTES = 1 << 20
 _READY_SECONDS = 60.0
 """How long a node may take to create the directory of a save that another one has already written."""
@@ -103,7 +104,7 @@ def send_file(address: Address, token: str, root: Path, name: str, throttle: Thr
             time.sleep(_PAUSE_SECONDS)
 
 
-def send_report(address: Address, token: str, file: str, data: bytes) -> None:
+def send_report(address: Address, file: str, data: bytes, *, token: str) -> None:
     """Send a report on a hang to the directory of another node, once. Raises :class:`NodeFailed`."""
     document = {"do": "write", "name": f"{layout.HANGS}/{file}", "nbytes": len(data)}
     _request(address, token, document, iter([data]), timeout_seconds=_REPORT_SECONDS)
@@ -162,10 +163,10 @@ def _request(
         raise
     except (OSError, ValueError, TypeError, EOFError) as error:
         raise NodeFailed(
-            "another node of the run does not answer",
+            "another node of the run does not answer; a firewall may block the port",
             where=address,
             value=str(error) or type(error).__name__,
-            hint="check the network between the nodes, and whether a firewall blocks the port",
+            hint=NETWORK_HINT,
         ) from error
 
 

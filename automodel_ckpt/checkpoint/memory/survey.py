@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import FileRecord, file_record
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.memory.nodes import Nodes
-from automodel_ckpt.checkpoint.memory.requests import NodeFailed, read_range
+from automodel_ckpt.checkpoint.memory.requests import NETWORK_HINT, NodeFailed, read_range
 from automodel_ckpt.checkpoint.memory.save_files import (
     RECEIVING,
     bring_back,
@@ -276,9 +276,9 @@ def _fetch(checkpoint: CheckpointOnNodes, file: str, record: FileRecord) -> None
     if file_record(temporary) != record:
         temporary.unlink()
         raise NodeFailed(
-            "a file of a checkpoint in memory was damaged on its way between two nodes",
+            "a file of a checkpoint in memory was damaged on its way between two nodes; the next start reads it again",
             where=target,
             value="other bytes than the manifest records",
-            hint="the next start reads it again; if this repeats, check the network between the nodes",
+            hint=NETWORK_HINT,
         )
     os.rename(temporary, target)

@@ -202,7 +202,9 @@ def described_archive(dtype: str, shape: Shape) -> TensorArchive:
 
 def _write_storage(file: BinaryIO, records: ZipRecords, name: str, tensor: ArchiveTensor) -> None:
     records.begin(name)
-    _flush(file, records)
+    file.write(records.written)
+    records.skipped += len(records.written)
+    records.written.clear()
     nbytes = 0
     crc = 0
     for block in tensor.content():
@@ -213,12 +215,6 @@ def _write_storage(file: BinaryIO, records: ZipRecords, name: str, tensor: Archi
         raise ValueError(f"a tensor has {nbytes} bytes, not {tensor.nbytes}")
     records.skipped += nbytes
     records.end(nbytes, crc)
-
-
-def _flush(file: BinaryIO, records: ZipRecords) -> None:
-    file.write(records.written)
-    records.skipped += len(records.written)
-    records.written.clear()
 
 
 # ---------------------------------------------------------------- the pickle

@@ -116,9 +116,7 @@ class PartUploader(StoreLoop):
         manifest = Manifest.parse(data, path, lambda file, start, nbytes: b"")
         here = files_here(manifest, path)
         mine = only(manifest, {file: here[file] for file in here.keys() - set(request.files)})
-        problems = verify(path, mine, "digest")
-        if problems:
-            raise CheckpointUnusable.all_of(problems)
+        CheckpointUnusable.check(verify(path, mine, "digest"))
         memory = self._memory(name, request.digest)
         arrived = self.store.sizes(name)
         # An earlier attempt may have been removed from the store.

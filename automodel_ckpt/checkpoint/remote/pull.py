@@ -53,15 +53,14 @@ def pull_checkpoint(
     """
     data, manifest = run.complete_manifest(name)
     exported = _exported_files(run, name) if with_exports else {}
-    _check_space(root, manifest.nbytes + sum(exported.values()))
+    check_space(root, manifest.nbytes + sum(exported.values()), "the checkpoint")
     staging = commit.reserve(root, name)
     try:
         _pull_verified(run, name, manifest, staging, num_threads, stopping)
         _download(run.store, f"{name}/", exported, staging, num_threads, stopping)
         problems = [each for path in complete_exports(staging) for each in export_problems(path)]
-        if problems:
-            hint = "download the checkpoint without its exports (--no-exports), or push it again"
-            raise CheckpointUnusable.all_of([replace(each, hint=hint) for each in problems])
+        hint = "download the checkpoint without its exports (--no-exports), or push it again"
+        CheckpointUnusable.check([replace(each, hint=hint) for each in problems])
         commit.finalize(staging, data)
         return commit.publish(staging, name)
     except BaseException:
@@ -128,9 +127,7 @@ def _pull_verified(
     """Download the files of *manifest* into *target*, and verify them. Raises :class:`CheckpointUnusable`."""
     sizes = {file: record.size for file, record in manifest.files.items()}
     _download(run.store, f"{name}/", sizes, target, num_threads, stopping)
-    problems = verify(target, manifest, "digest")
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
+    CheckpointUnusable.check(verify(target, manifest, "digest"))
 
 
 def _download(
@@ -169,15 +166,22 @@ def _download(
             try:
                 store.stream(f"{prefix}{file}", write)
             except FileNotFoundError:
-                what = "a file of the checkpoint is missing in the store"
-                hint = "the checkpoint may have been removed meanwhile: try again"
-                raise _unusable(store, f"{prefix}{file}", what, hint) from None
+                raise unusable(
+                    "a file of the checkpoint is missing in the store",
+                    f"{store}/{prefix}{file}",
+                    "",
+                    "the checkpoint may have been removed meanwhile: try again",
+                ) from None
             out.close()
 
     for file in sizes:
         if reason := layout.unsafe_path(file):
-            what = f"an object cannot be a file: {reason}"
-            raise _unusable(store, f"{prefix}{file}", what, "remove it, or use another URL")
+            raise unusable(
+                "an object cannot be a file",
+                f"{store}/{prefix}{file}",
+                reason,
+                "remove it, or use another URL",
+            )
     pool = ThreadPoolExecutor(num_threads, "pull")
     try:
         pending = {pool.submit(fetch, file) for file in sizes}
@@ -196,16 +200,13 @@ def _download(
     pool.shutdown()
 
 
-def _unusable(store: Store, name: str, what: str, hint: str) -> CheckpointUnusable:
-    return unusable(what, f"{store}/{name}", "", hint)
-
-
-def _check_space(directory: Path, nbytes: int) -> None:
+def check_space(directory: Path, nbytes: int, what: str) -> None:
+    """Raise :class:`SaveFailed` if the disk of *directory* lacks the space for *what*."""
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise SaveFailed(
-            "the disk lacks the space for the checkpoint",
+            f"the disk lacks the space for {what}",
             where=directory,
             value=f"{size_text(nbytes)} needed, {size_text(free)} free",
-            hint="free disk space, or choose another directory",
+            hint="",
         )

@@ -73,9 +73,7 @@ def push_checkpoint(
             others.remove(run.store, name)
         return 0
     local = manifest if others is None else only(manifest, files_here(manifest, checkpoint))
-    problems = verify(checkpoint, local, "digest")
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
+    CheckpointUnusable.check(verify(checkpoint, local, "digest"))
     memory = UploadMemory.read(memory_file, manifest.digest, str(run.store))
     if is_superseded or (remote is not None and remote != data):
         on_other(name)
@@ -191,10 +189,10 @@ def _check_sizes(run: RemoteRun, name: str, manifest: Manifest, memory: UploadMe
         if size != record.size:
             memory.forget()
             raise StoreError(
-                "an uploaded file is not in the store as it was sent",
+                "an uploaded file is not in the store as it was sent; it is sent again",
                 where=f"{run.store}/{name}/{file}",
                 value="missing" if size is None else f"{size} bytes instead of {record.size}",
-                hint="it is sent again",
+                hint="",
             )
 
 
@@ -232,9 +230,7 @@ def _push_export(
         store.delete([manifest_name])
     except FileNotFoundError:
         pass
-    problems = export_problems(export)
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
+    CheckpointUnusable.check(export_problems(export))
     files = ExportManifest.read(export).files
 
     def send(file: str) -> None:

@@ -36,6 +36,7 @@ OWNER = "run.json"
 _NAME_BYTES = 256
 _POINTERS = (layout.LOWEST_VAL, layout.LATEST)
 _MAX_CONFLICTS = 20
+_OWN_URL = "give each run its own URL"
 REMOVING = b"being removed\n"
 """The content of :data:`SUPERSEDED` in a checkpoint that is being removed."""
 _NO_VERSION = "1"
@@ -100,7 +101,7 @@ class RemoteRun:
                 "another run writes its checkpoints to this URL now",
                 where=self.store,
                 value=f"a run on {host}" if host else f"no valid {OWNER}",
-                hint="give each run its own URL",
+                hint=_OWN_URL,
             )
 
     def owner(self) -> ValueDict | None:
@@ -216,7 +217,7 @@ class RemoteRun:
                 "another writer published a checkpoint of this name",
                 f"{self.store}/{name}",
                 "",
-                "give each run its own URL",
+                _OWN_URL,
             )
 
     def point(self, metric_key: str, mode: Mode) -> None:
@@ -325,10 +326,10 @@ class RemoteRun:
 def conflict(store: Store, name: str) -> StoreError:
     """Return the error for an object that another writer changes at the same time."""
     return StoreError(
-        "an object is being changed by another writer",
+        "an object is being changed by another writer; it is tried again",
         where=f"{store}/{name}",
         value="",
-        hint="it is tried again; give each run its own URL",
+        hint=_OWN_URL,
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from automodel_ckpt.base.durable_io import free_bytes
 from automodel_ckpt.checkpoint.export.files import agreeing_config
-from automodel_ckpt.checkpoint.export.next_steps import consolidate_script, no_need_script
+from automodel_ckpt.checkpoint.export.hf_assets import consolidate_script, no_need_script
 from automodel_ckpt.checkpoint.export.plan import Plan
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import FileRecord

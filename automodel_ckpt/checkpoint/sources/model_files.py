@@ -74,7 +74,7 @@ ADAPTER_SIDE_FILES = (*TOKENIZER_FILES, GENERATION_CONFIG)
 """The files next to an adapter that its merged model gets."""
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
-_SIDE_FILES = (
+SIDE_FILES = (
     "config.json",
     GENERATION_CONFIG,
     *MODEL_FILES,
@@ -88,29 +88,15 @@ _FOLDERS = ("additional_chat_templates/*", "[0-9]_*/config.json")
 
 def base_files(directory: Path) -> FileDict:
     """The files of a pretrained model that belong beside its weights: config, tokenizer or processor, code, license."""
-    return read_files(directory, _SIDE_FILES)
+    return read_files(directory, SIDE_FILES)
 
 
-def is_side_file(name: str) -> bool:
-    """Whether :func:`base_files` would take a file of that name."""
-    return _fits(name, _SIDE_FILES)
-
-
-def _fits(name: str, patterns: Iterable[str]) -> bool:
+def fits(name: str, patterns: Iterable[str]) -> bool:
+    """Whether *name*, relative to the model's directory, matches one of *patterns*, such as :data:`TOKENIZER_FILES`."""
     # A * also matches a slash: without this check, deeper files would match, too.
     return any(
         fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns
     )
-
-
-def is_tokenizer_file(name: str) -> bool:
-    """Whether a file of that name, relative to the model's directory, is a tokenizer's or a processor's."""
-    return _fits(name, TOKENIZER_FILES)
-
-
-def is_embedding_file(name: str) -> bool:
-    """Whether a file of that name, relative to the model's directory, describes how embeddings are computed."""
-    return _fits(name, EMBEDDING_FILES)
 
 
 def save_preprocessor(preprocessor: Any, directory: Path) -> None:
@@ -154,9 +140,9 @@ def check_directory(directory: Path) -> None:
     not read, which libraries report as missing.
     """
     try:
-        for name in _matching(directory, _SIDE_FILES):
+        for name in _matching(directory, SIDE_FILES):
             model_file(directory, name)
-        for name in (".", *_matching(directory, (*_SIDE_FILES, *_WEIGHTS))):
+        for name in (".", *_matching(directory, (*SIDE_FILES, *_WEIGHTS))):
             if not os.access(directory / name, os.R_OK, effective_ids=True):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory / name)
     except OSError as error:

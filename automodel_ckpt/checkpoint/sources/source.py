@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from automodel_ckpt.base.durable_io import walk
-from automodel_ckpt.base.units import left_out, values_text
+from automodel_ckpt.base.units import values_text
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.export.plan import BaseMaps as BaseMaps
 from automodel_ckpt.checkpoint.files import layout
@@ -21,10 +21,12 @@ from automodel_ckpt.checkpoint.files.dtypes import dtype_code
 from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_safely, sizes_of, text
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header_safely
 from automodel_ckpt.checkpoint.files.type_aliases import Texts, ValueDict, Values
-from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree, has_manifest
 from automodel_ckpt.checkpoint.parts.slices import TensorMap, whole_tensor
 from automodel_ckpt.checkpoint.parts.tree import files_of
 from automodel_ckpt.errors import unusable
+
+UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Tensors:
 class Source:
     """The description of a stored model: slices in files relative to *root*, and the notes that its directory gives.
 
-    *tied* maps tied names to stored names. *notes* are sentences for the user. *omitted* names, in words, what the
+    *tied* maps tied names to stored names. *notes* are further :attr:`warnings`. *omitted* names, in words, what the
     files contain beside the model, such as optimizer state.
 
     *manifest* is the manifest of a checkpoint of this program, restricted to the files that an export reads. A
@@ -71,6 +73,12 @@ class Source:
     def has_digests(self) -> bool:
         """Whether the files can be compared with digests."""
         return self.manifest is not None or self.export is not None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences for the user: that there are no digests, the *notes*, and what is left out."""
+        unchecked = () if self.has_digests else (UNCHECKED,)
+        return (*unchecked, *self.notes, *(f"left out: {each}" for each in self.omitted))
 
     @property
     def metadata_directory(self) -> Path | None:
@@ -113,13 +121,13 @@ def open_checkpoint(path: Path) -> Source:
     Raises :class:`CheckpointUnusable` if there is no such checkpoint or model, or if files and manifest do not match.
     """
     # A checkpoint that was moved to another disk may be a link, but nothing in a checkpoint may.
-    if path.is_symlink() and os.path.lexists(path.parent / layout.MANIFEST):
+    if path.is_symlink() and has_manifest(path.parent):
         raise unusable("a checkpoint contains a symbolic link", path, os.readlink(path))
     path = Path(os.path.realpath(path))
     check_finished(path)
-    if os.path.lexists(path / layout.MANIFEST):
+    if has_manifest(path):
         return _from_manifest(path, path / MODEL)
-    if os.path.lexists(path.parent / layout.MANIFEST):
+    if has_manifest(path.parent):
         return _from_manifest(path.parent, path)
     raise unusable("this directory is not a checkpoint", path, f"it has no {layout.MANIFEST}")
 
@@ -130,7 +138,7 @@ def is_checkpoint(path: Path) -> bool:
     places = [real, real.parent]
     if path.is_symlink():
         places.append(path.parent)
-    return any(os.path.lexists(place / layout.MANIFEST) for place in places)
+    return any(map(has_manifest, places))
 
 
 def check_finished(path: Path) -> None:
@@ -166,7 +174,7 @@ def is_average(manifest: Manifest, name: str) -> bool:
 
 def _from_manifest(checkpoint: Path, directory: Path) -> Source:
     manifest = Manifest.read(checkpoint)
-    name, tree = _module_in(manifest, directory)
+    name, tree = module_in(manifest, directory)
     source = _module_of(checkpoint, directory, manifest, name, tree)
     if source.finished or not is_average(manifest, name):
         return source
@@ -183,7 +191,7 @@ def _from_manifest(checkpoint: Path, directory: Path) -> Source:
         tensors={**model.tensors, **source.tensors},
         tied=model.tied,
         manifest=combined,
-        notes=(*model.notes, *source.notes),
+        omitted=(*model.omitted, *source.omitted),
         averaged=model,
     )
 
@@ -215,16 +223,17 @@ def _module_of(
         for path, record in manifest.files.items()
         if path in used or path.startswith(side_files)
     }
-    notes: tuple[str, ...] = ()
     num_values = len(tree.objects)
-    if num_values:
-        notes = (left_out(values_text(num_values), num_values),)
+    omitted = (values_text(num_values),) if num_values else ()
     restricted = dataclasses.replace(manifest, files=files, trees={name: tree})
-    return Source(checkpoint, directory, tree.tensors, tree.tied, restricted, notes)
+    return Source(checkpoint, directory, tree.tensors, tree.tied, restricted, omitted=omitted)
 
 
-def _module_in(manifest: Manifest, directory: Path) -> tuple[str, Tree]:
-    """Return the name and the tensors of the module that a checkpoint stores in *directory*."""
+def module_in(manifest: Manifest, directory: Path) -> tuple[str, Tree]:
+    """Return the name and the tensors of the module that a checkpoint stores in *directory*.
+
+    Raises :class:`CheckpointUnusable` for another directory.
+    """
     modules = {
         layout.state_directory(name): name
         for name, record in manifest.state.items()

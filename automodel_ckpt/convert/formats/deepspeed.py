@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.units import counted
+from automodel_ckpt.base.units import counted, some_of
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict
@@ -38,7 +38,6 @@ from automodel_ckpt.checkpoint.parts.slices import (
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import (
-    UNCHECKED,
     check_regular_files,
     config_beside,
     faults_of,
@@ -71,6 +70,7 @@ _OTHER_FILE = re.compile(
 )
 _CONVERTER = "Convert it with the zero_to_fp32.py beside the checkpoint"
 _STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
+_ALL_RANKS = "copy the files of all ranks into this directory: each node may have written its own"
 _MAX_TAG_BYTES = 1024
 _MAX_DIMENSIONS = 64
 _MAX_LISTED = 8
@@ -167,17 +167,13 @@ def _rank_files(tag: Path) -> tuple[dict[int, str], dict[int, str], bool]:
             continue
         if int(match[2]):
             raise _divided(tag, "tensor parallelism", name)
-        other = files[match[3]].setdefault(int(match[1] or 0), name)
-        if other != name:
-            raise unusable(
-                f"two files claim to belong to rank {int(match[1] or 0)}", tag, f"{other}, {name}"
-            )
+        rank = int(match[1] or 0)
+        if files[match[3]].setdefault(rank, name) != name:
+            raise unusable(f"two files claim to belong to rank {rank}", tag, name)
         is_partitioned |= match[3] == "model" and match[1] is not None
     model, optimizer = files["model"], files["optim"]
     if 0 not in model:
-        raise unusable(
-            "the file of the model's states is missing", tag, "no mp_rank_00_model_states.pt"
-        )
+        raise unusable("the file of the model's states is missing", tag, "no rank 0")
     check_regular_files(tag, [*model.values(), *optimizer.values()])
     return model, optimizer, is_partitioned
 
@@ -193,14 +189,13 @@ def _divided(path: Path, kind: str, value: object) -> CheckpointUnusable:
 
 def _check_ranks(ranks: Collection[int], num_ranks: int, tag: Path) -> None:
     """Raise :class:`CheckpointUnusable` unless *ranks* are the ranks from 0 to *num_ranks* - 1."""
-    # Counted first: a damaged file could claim any number of ranks.
+    # Counted: a damaged file could claim any number of ranks.
     if not len(ranks) == num_ranks == max(ranks) + 1:
-        listed = ", ".join(map(str, sorted(ranks)[:_MAX_LISTED]))
         raise unusable(
             f"files of some of the {counted(num_ranks, 'rank')} are missing, or of more ranks are here",
             tag,
-            f"files of {counted(len(ranks), 'rank')}: {listed}",
-            "copy the files of all ranks into this directory: each node may have written its own",
+            f"files of {counted(len(ranks), 'rank')}",
+            _ALL_RANKS,
         )
 
 
@@ -309,13 +304,14 @@ class _Model:
         self._tensors: TensorDict = {}
         self._tied = states.mapping("shared_params")
         self._omitted: list[str] = []
-        self._origin = self._add_parameters()
-        self._add_rest()
+        with faults_of(tag, "this checkpoint of DeepSpeed cannot be read"):
+            self._origin = self._add_parameters()
+            self._add_rest()
+            if not self._tensors:
+                raise Fault("there are no parameters in it")
 
     def source(self, directory: Path) -> Source:
         """Return the description of the complete model."""
-        if not self._tensors:
-            raise unusable("there are no tensors here", self._states.path, "no parameters")
         tied = {
             name: stored
             for name, stored in self._tied.items()
@@ -326,18 +322,14 @@ class _Model:
         present = [key for key in value if is_text_name(key) and value[key] is not None]
         others = [key[:40] for key in present if key not in _MODEL_KEYS]
         if others:
-            self._omitted.append(f"other entries ({', '.join(others[:_MAX_LISTED])})")
-        omitted = tuple(self._omitted)
-        notes = [UNCHECKED, f"the weights are {self._origin}"]
-        if omitted:
-            notes.append(f"left out: {', '.join(omitted)}")
+            self._omitted.append(f"other entries ({some_of(others, _MAX_LISTED)})")
         return Source(
             self._tag,
             directory,
             renamed(self._tensors, {fqn: names[fqn] for fqn in self._tensors}),
             tied={names[name]: names[stored] for name, stored in tied.items()},
-            notes=tuple(notes),
-            omitted=omitted,
+            notes=(f"the weights are {self._origin}",),
+            omitted=tuple(self._omitted),
             side_files=config_beside(directory),
         )
 
@@ -365,7 +357,7 @@ class _Model:
                 "the files with the parameters are missing: with ZeRO stage 3, only they have them",
                 self._tag,
                 "no *_optim_states.pt",
-                "copy the files *_optim_states.pt of all ranks into this directory",
+                _ALL_RANKS,
             )
         reason = "the run did not use ZeRO"
         if shapes is not None:
@@ -374,9 +366,7 @@ class _Model:
 
     def _groups(self, value: Any) -> list[Shapes]:
         if not isinstance(value, (list, tuple)):
-            raise unusable(
-                "the shapes of the parameters are missing", self._states.path, "param_shapes"
-            )
+            raise Fault("the shapes of the parameters (param_shapes) are missing")
         return [self._states.shapes(group) for group in value]
 
     def _add_partitions(self, groups: Sequence[Shapes]) -> None:
@@ -388,29 +378,20 @@ class _Model:
         for rank in ranks:
             facts = [(each.stage, each.num_ranks, len(each.parts)) for each in (rank, first)]
             if facts[0] != facts[1] or len(dtypes) > 1:
-                raise unusable(
-                    "ranks disagree on the stage of ZeRO, the number of ranks, groups, or dtypes",
-                    rank.path,
-                    f"as in {first.path.name}",
+                raise Fault(
+                    "ranks disagree on the stage of ZeRO, the number of ranks, groups, or dtypes: "
+                    f"{rank.path.name}, {first.path.name}"
                 )
         _check_ranks(self._optimizer_files, first.num_ranks, self._tag)
         if (first.stage == 3) != self._is_partitioned:
-            raise unusable(
-                "the optimizer's and the model's states are of different stages of ZeRO",
-                self._tag,
-                f"stage {first.stage} in {first.path.name}",
-            )
+            raise Fault("the optimizer's and the model's states are of different stages of ZeRO")
         if first.stage == 3:
             # All groups follow one another in each rank's part.
             merged = [item for shapes in groups for item in shapes.items()]
             self._add_group(merged, [rank.parts for rank in ranks])
             return
         if len(groups) != len(first.parts):
-            raise unusable(
-                f"the model has {len(groups)} groups of parameters, the optimizer another number",
-                first.path,
-                len(first.parts),
-            )
+            raise Fault(f"{len(groups)} groups of parameters, the optimizer has {len(first.parts)}")
         for index, shapes in enumerate(groups):
             _check_places(ranks, index)
             self._add_group(list(shapes.items()), [[rank.parts[index] for rank in ranks]])
@@ -436,10 +417,8 @@ class _Model:
         unit = max(1, 2 * len(self._optimizer_files) if len(vectors) == 1 else 1)
         longest = max(sum(part.shape[0] for part in vector) for vector in vectors)
         if longest >= position + unit:
-            raise unusable(
-                "the ranks' parts do not have the size of the parameters",
-                self._tag,
-                f"{longest} elements, not {position}",
+            raise Fault(
+                f"the ranks' parts do not have the size of the parameters: {longest}, not {position}"
             )
 
     def _add_parts(self, fqn: str, shape: Shape, parts: Sequence[tuple[_StateFile, Any]]) -> None:
@@ -451,16 +430,14 @@ class _Model:
         flat = [file.flat(f"the part of the parameter {fqn!r}", view) for file, view in parts]
         share = -(-math.prod(shape) // len(flat))
         if any((each.dtype, each.shape) != (flat[0].dtype, (share,)) for each in flat):
-            raise unusable(
-                f"the parts of the parameter {fqn!r} do not have its size, or several dtypes",
-                file.path,
-                f"{len(flat)} parts of {list(shape)}",
+            raise Fault(
+                f"the parts of the parameter {fqn!r} do not have its size, or several dtypes"
             )
         self._add_group([(fqn, shape)], [[each] for each in flat])
 
     def _add_tensor(self, tensor: Tensor) -> None:
         if tensor.fqn in self._tensors:
-            raise unusable(f"the parameter {tensor.fqn!r} is stored twice", self._tag, tensor.fqn)
+            raise Fault(f"the parameter {tensor.fqn!r} is stored twice")
         self._tensors[tensor.fqn] = tensor
 
     def _add_universal(self, zero: Path, groups: Sequence[Shapes]) -> None:
@@ -472,9 +449,7 @@ class _Model:
         names = set(names_in(zero))
         for fqn, shape in (item for shapes in groups for item in shapes.items()):
             if fqn not in names or (zero / fqn).is_symlink():
-                raise unusable(
-                    f"the file of the parameter {fqn!r} is missing", zero, "no such name"
-                )
+                raise Fault(f"the file of the parameter {fqn!r} is missing")
             file = _StateFile(self._tag, f"{_ZERO}/{fqn}/fp32.pt")
             view = file.value.get("param") if isinstance(file.value, dict) else file.value
             # Converted from ZeRO stage 3, it is flat.
@@ -506,11 +481,7 @@ class _Model:
                 # Extra state is no tensor.
                 if has_tensor(view):
                     kind = view.kind if isinstance(view, Opaque) else type(view).__name__
-                    raise unusable(
-                        "a tensor of the model is of a class that is not read",
-                        states.path,
-                        f"{fqn[:200]}: {kind}",
-                    )
+                    raise Fault(f"{fqn[:200]!r} is of a class that is not read: {kind}")
                 continue
             stored = self._tensors.get(fqn)
             tied_to = self._tied.get(fqn)
@@ -518,18 +489,10 @@ class _Model:
                 # With stage 3, a parameter is empty here, and has no data in this file. A buffer may be empty.
                 is_buffer = isinstance(buffers, (list, tuple)) and fqn in buffers
                 if self._is_partitioned and not is_buffer and view.shape == (0,):
-                    raise unusable(
-                        f"the data of the parameter {fqn!r} is missing",
-                        states.path,
-                        "not in param_shapes",
-                    )
+                    raise Fault(f"the data of the parameter {fqn!r} is missing")
                 self._add_tensor(states.tensor(fqn, view))
             elif stored is not None and not self._is_partitioned and stored.shape != view.shape:
-                raise unusable(
-                    f"the shapes of {fqn!r} in param_shapes and module are different",
-                    states.path,
-                    f"{list(stored.shape)}, {list(view.shape)}",
-                )
+                raise Fault(f"the shapes of {fqn!r} in param_shapes and module are different")
 
 
 def _slices(
@@ -557,7 +520,7 @@ def _slices(
 
 
 def _check_places(ranks: Sequence[_Partition], index: int) -> None:
-    """Raise :class:`CheckpointUnusable` if the parts of a parameter do not follow one another in group *index*.
+    """Raise :class:`Fault` if the parts of a parameter do not follow one another in group *index*.
 
     This finds most files under the name of another rank, which have the same sizes. The parts of different parameters
     are not compared: with ``round_robin_gradients``, DeepSpeed states another order than the one that it stores.
@@ -571,10 +534,8 @@ def _check_places(ranks: Sequence[_Partition], index: int) -> None:
                 start, length = counts([address.get("start"), address.get("numel")]) or ()
                 begin = rank_begin + start
                 if ends.setdefault(fqn, begin) != begin:
-                    raise unusable(
-                        f"the part of {fqn!r:.200} does not continue the part of the rank before",
-                        rank.path,
-                        f"element {begin}, not {ends[fqn]}",
+                    raise Fault(
+                        f"the part of {fqn!r:.200} in {rank.path.name} does not continue the part of the rank before"
                     )
                 ends[fqn] = begin + length
         rank_begin += rank.parts[index].shape[0]

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.units import left_out, others_text, values_text
+from automodel_ckpt.base.units import others_text, values_text
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.safe_open import (
     is_sparse,
@@ -32,7 +32,6 @@ from automodel_ckpt.errors import TAKE_ANOTHER, CheckpointUnusable, RecipeError,
 
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
-UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 # Parsed JSON takes up to 25 times its size in memory.
 _MAX_JSON_BYTES = 16 << 20
 
@@ -43,20 +42,13 @@ def library(name: str, purpose: str, where: str, extra: str) -> Any:
         return import_module(name)
     except ImportError as error:
         hint = f"pip install 'automodel_ckpt[{extra}]'"
-        raise RecipeError(
-            f"{purpose} needs the package {extra}", where, str(error), hint
-        ) from error
+        raise RecipeError(f"{purpose} needs another package", where, str(error), hint) from error
 
 
-def reports(num_others: int, num_values: int) -> tuple[Strings, Strings]:
-    """Return the notes for the user about unchecked files, and what of them is omitted: tensors and values."""
-    notes = [UNCHECKED]
-    omitted = []
-    for number, text in ((num_others, others_text), (num_values, values_text)):
-        if number:
-            omitted.append(text(number))
-            notes.append(left_out(text(number), number))
-    return tuple(notes), tuple(omitted)
+def omitted_texts(num_others: int, num_values: int) -> Strings:
+    """Return what is omitted of files, in words: tensors and values."""
+    numbers = ((num_others, others_text), (num_values, values_text))
+    return tuple(text(number) for number, text in numbers if number)
 
 
 def names_in(directory: Path) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.base.other_weights import MLX_ADAPTER, weights_of_another_program
-from automodel_ckpt.base.units import counted
+from automodel_ckpt.base.units import some_of
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest, find_export_manifest
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import model_file
@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import (
     BIN_FILE,
     BIN_INDEX,
-    UNCHECKED,
+    faults_of,
     first_bytes,
     names_in,
     renamed,
@@ -78,7 +78,7 @@ class HuggingFaceFiles(Format):
             # consolidated.safetensors has the same weights under other names.
             others = [name for name in names if name != SINGLE_FILE]
             if others:
-                omitted = (f"{', '.join(others[:_MAX_NAMED])} beside {SINGLE_FILE}",)
+                omitted = (f"{some_of(others, _MAX_NAMED)} beside {SINGLE_FILE}",)
             weight_map, names = {}, [SINGLE_FILE]
         elif weight_map:
             names = sorted(set(weight_map.values()))
@@ -90,8 +90,8 @@ class HuggingFaceFiles(Format):
         _check_not_mlx(path, tensors)
         absent = sorted(weight_map.keys() - files.keys())
         if absent:
-            what = f"{counted(len(absent), 'tensor')} that the index lists and no file has"
-            omitted = (*omitted, f"{what}, such as {absent[0][:200]}")
+            named = some_of([name[:200] for name in absent], 1)
+            omitted = (*omitted, f"tensors that the index lists and no file has: {named}")
         # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model are
         # compared with the model's names later; other callers compare the index.
         misplaced = [fqn for fqn, name in weight_map.items() if files.get(fqn) != name]
@@ -141,7 +141,6 @@ def source_of_files(
         Path("/"),
         directory,
         tensors,
-        notes=() if export is not None else (UNCHECKED,),
         finished=True,
         export=export,
         files=frozenset(names),
@@ -170,14 +169,10 @@ def tensors_in_file(directory: Path, name: str, export: ExportManifest | None = 
     """
     path = directory / name
     real = os.path.realpath(path)
-    try:
+    with faults_of(path, "a file of weights is missing, or cannot be read"):
         if export is not None:
             export.check_header(name)
         header = read_header(real)
-    except FileNotFoundError as error:
-        raise unusable("a file of weights is missing", path, "no such file") from error
-    except OSError as error:
-        raise unusable("a file of weights cannot be read", path, error.strerror) from error
     if SHARDING_INFO in header.metadata:
         raise unusable("a shard is stored among whole files", path, SHARDING_INFO)
     tensors = {}

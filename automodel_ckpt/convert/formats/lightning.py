@@ -209,15 +209,12 @@ def _states_version(path: Path) -> bool:
     The pickle is searched, not read: this is fast for any size, and a damaged file is reported when it is opened.
     """
     try:
-        descriptor = open_regular(without_links(path))
-    except OSError:
-        return False
-    try:
-        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+        with (
+            os.fdopen(open_regular(without_links(path)), "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
             with memoryview(content) as data:
                 begin, end = archive_ranges(data).get(_PROGRAM, (0, 0))
             return content.find(LIGHTNING_VERSION.encode(), begin, end) >= 0
     except Exception:  # a damaged directory makes struct raise anything
         return False
-    finally:
-        os.close(descriptor)

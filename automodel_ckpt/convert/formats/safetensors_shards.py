@@ -25,7 +25,6 @@ from automodel_ckpt.convert.formats.hugging_face import SHARDING_INFO, safetenso
 from automodel_ckpt.convert.formats.nested_state import names_without_wrappers
 from automodel_ckpt.errors import unusable
 
-_UNCHECKED = "the shards are unchecked: there is no manifest with their digests"
 _NO_SHAPES = "the headers do not state global shapes: they are taken from the shards that are here"
 
 
@@ -49,10 +48,7 @@ class SafetensorsShards(Format):
             _add_slices_of(path / name, slices, shapes)
         tensors = {fqn: _tensor(fqn, slices[fqn], shapes.get(fqn), path) for fqn in slices}
         tensors = renamed(tensors, names_without_wrappers(slices))
-        notes = [_UNCHECKED]
-        if len(shapes) < len(slices):
-            notes.append(_NO_SHAPES)
-        return Source(path, path, tensors, notes=tuple(notes))
+        return Source(path, path, tensors, notes=(_NO_SHAPES,) if len(shapes) < len(slices) else ())
 
 
 def _add_slices_of(path: Path, slices: dict[str, list[Slice]], shapes: dict[str, Shape]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.base.units import some_of
 from automodel_ckpt.checkpoint.export.base_identity import base_revision
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Counts, Files, Shape, Strings, Values
@@ -170,7 +171,7 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
         raise unusable(
             "the adapter's tensors are not those of an adapter on this base",
             path,
-            "\n    ".join(["", *lines[:_MAX_NAMED]]),
+            some_of(lines, _MAX_NAMED),
             "name the directory of the base that it was trained on with --base; if the file has embeddings, save the "
             "adapter again with save_embedding_layers=False",
         )

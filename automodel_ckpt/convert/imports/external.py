@@ -16,12 +16,13 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Counts, Values
 from automodel_ckpt.checkpoint.parts.manifest import has_manifest
+from automodel_ckpt.checkpoint.sources.model_files import unreadable
 from automodel_ckpt.convert.formats.files import names_in, optional_json
 from automodel_ckpt.convert.formats.format import Details, Format, Inventory
 from automodel_ckpt.convert.formats.registry import detect, formats_in
-from automodel_ckpt.convert.imports.file_names import parse_name
+from automodel_ckpt.convert.imports.file_names import NameMetadata, parse_name
 from automodel_ckpt.convert.imports.source_files import check_links_of_weights
-from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
+from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 # The directory may be anything, and the list is only displayed.
 _MAX_FILES = 100_000
@@ -108,7 +109,7 @@ def _tree(directory: Path, known: Format) -> ExternalTree:
     except CheckpointUnusable as error:
         problems = error.problems
     except OSError as error:
-        problems = (os_problem(error, f"{known.name} cannot be read", hint="check the path"),)
+        problems = (unreadable(error),)
     return ExternalTree(known, Inventory({}), problems, details)
 
 
@@ -137,7 +138,7 @@ def named_checkpoints(directory: Path) -> list[Path]:
     for name in names_in(directory)[:_MAX_ENTRIES]:
         path = directory / name
         is_ordinary = not path.is_symlink() and (path.is_dir() or path.is_file())
-        is_named = not name.startswith(".") and not parse_name(name).is_empty
+        is_named = not name.startswith(".") and parse_name(name) != NameMetadata()
         if is_named and is_ordinary and formats_in(path):
             found.append(path)
     return found

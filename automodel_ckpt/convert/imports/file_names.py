@@ -55,11 +55,6 @@ class NameMetadata(Counters):
     metrics: Metrics = field(default_factory=dict)
     is_last: bool = False
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the name states nothing."""
-        return self == NameMetadata()
-
 
 @dataclass(frozen=True)
 class Ranking:

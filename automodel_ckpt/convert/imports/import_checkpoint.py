@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.convert.formats.format import Parameters
 from automodel_ckpt.convert.formats.hugging_face import has_adapter
 from automodel_ckpt.convert.formats.registry import detect
+from automodel_ckpt.convert.formats.torch.numbered_optimizer import WITHOUT_STATE
 from automodel_ckpt.convert.imports.adapter_import import (
     AdapterBuilder,
     AdapterModel,
@@ -117,7 +118,7 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
                 "the weights get other names, and the state of the optimizer cannot get them",
                 "ckpt import --training-state",
                 next(iter(stored.tensors))[:200],
-                "import the weights without --training-state",
+                WITHOUT_STATE,
             )
         path, state = training_state_of(source, options.parameters, config=options.config)
         training = training_import(state, where=path, step=options.step, epoch=options.epoch)

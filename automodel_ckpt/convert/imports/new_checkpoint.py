@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.export.next_steps import no_need_script
+from automodel_ckpt.checkpoint.export.hf_assets import no_need_script
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import json_bytes, parse_json

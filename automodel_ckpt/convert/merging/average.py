@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from automodel_ckpt.base.units import counted
+from automodel_ckpt.base.units import counted, some_of
 from automodel_ckpt.checkpoint.export.plan import make_plan
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
@@ -40,7 +40,7 @@ from automodel_ckpt.errors import RecipeError, unusable
 
 Integers = Literal["equal", "first", "last"]
 _SHOWN = 5
-_invalid = partial(RecipeError, hint="`ckpt average --help` describes it")
+_invalid = partial(RecipeError, hint="")
 _ADAPTER_FILES = (layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG, *ADAPTER_SIDE_FILES)
 
 
@@ -228,7 +228,10 @@ def _check_consistent(first: Tensors, other: Tensors, first_path: Path, other_pa
                 different.append(f"{fqn}: {found.dtype} {list(found.shape)}, not {expected}")
     if different:
         raise unusable(
-            what, other_path, _some(different), "average checkpoints of the same model and dtype"
+            what,
+            other_path,
+            some_of(different, _SHOWN),
+            "average checkpoints of the same model and dtype",
         )
 
 
@@ -248,15 +251,10 @@ def _different(modules: Sequence[Tensors], integers: Integers) -> list[str]:
         raise unusable(
             "tensors that cannot be averaged differ between the sources",
             modules[0].root,
-            _some(different),
+            some_of(different, _SHOWN),
             "if they are counters or the like, copy those of one source: --integers first, or last",
         )
     return different
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return "; ".join(names[:_SHOWN]) + more
 
 
 # ---------------------------------------------------------------- side files
@@ -294,7 +292,7 @@ def _side_files_and_notes(opened: Sequence[Weights]) -> tuple[FileDict, list[str
         if config and found and changes.function:
             notes.append(
                 f"config.json of {path} describes a model that computes something else than {first}. The average "
-                f"gets the config of {first}: {_some(changes.function)}"
+                f"gets the config of {first}: {some_of(changes.function, _SHOWN)}"
             )
     return files, notes
 

@@ -22,9 +22,9 @@ from automodel_ckpt.checkpoint.export.base_identity import (
     identify_base,
     read_peft_record,
 )
-from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport, consolidate
-from automodel_ckpt.checkpoint.export.copy_engine import Digested, Output
+from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport, Output, consolidate
 from automodel_ckpt.checkpoint.export.files import (
+    Digested,
     Log,
     agreeing_config,
     cast_lines,
@@ -51,8 +51,7 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     GENERATION_CONFIG,
     TOKENIZER_FILES,
     base_files,
-    is_embedding_file,
-    is_tokenizer_file,
+    fits,
     read_files,
 )
 from automodel_ckpt.checkpoint.sources.source import Source
@@ -198,8 +197,8 @@ def _side_files(
     files = {
         name: data
         for name, data in base_files(base_dir).items()
-        if not (tokenizer and is_tokenizer_file(name))
-        and not (of_embeddings and is_embedding_file(name))
+        if not (tokenizer and fits(name, TOKENIZER_FILES))
+        and not (of_embeddings and fits(name, EMBEDDING_FILES))
     }
     path = base_dir / "config.json"
     if adapter.model_config is not None:

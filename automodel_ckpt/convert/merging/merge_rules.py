@@ -20,6 +20,7 @@ from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, Values
 from automodel_ckpt.checkpoint.tensors.float_cast import Array
 from automodel_ckpt.errors import CheckpointUnusable
 
+MERGE_WITH_PEFT = "load base and adapter with peft in your own code, and call merge_and_unload"
 _LARGEST_ALPHA = 1e9
 _NAME = re.compile(r"[A-Za-z0-9_.]+", re.ASCII)
 _PREFIX = "base_model.model."
@@ -237,5 +238,4 @@ def _as_matrix(array: Array) -> Array:
 
 def unusable(what: str, where: str, value: str) -> CheckpointUnusable:
     """Return the error for an adapter that cannot be merged."""
-    hint = "load base and adapter with peft in your own code, and call merge_and_unload"
-    return CheckpointUnusable(what, where, value, hint)
+    return CheckpointUnusable(what, where, value, MERGE_WITH_PEFT)

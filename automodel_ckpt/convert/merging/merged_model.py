@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.formats.hugging_face import tensors_in_file
 from automodel_ckpt.convert.merging.merge_rules import (
+    MERGE_WITH_PEFT,
     Change,
     ExpertRange,
     Naming,
@@ -70,7 +71,7 @@ def base_tensors(directory: Path) -> tuple[TensorDict, dict[str, int]]:
             "the base is not in safetensors files",
             "--base",
             str(directory),
-            "merge with peft in your own code (merge_and_unload): its digest is of these files",
+            MERGE_WITH_PEFT,
         )
     export = find_export_manifest(directory, follow_links=True)
     tensors: TensorDict = {}

@@ -71,13 +71,10 @@ class NameDifferences:
             different.append(f"{name[:200]}: {list(tensor.shape)}, by config.json {list(shape)}")
         if not different:
             return
-        shown = different[:_MAX_NAMED]
-        if len(different) > _MAX_NAMED:
-            shown.append(f"and {counted(len(different) - _MAX_NAMED, 'other tensor')}")
         raise unusable(
             f"these tensors do not have the shapes of the {self.model} that config.json describes",
             where,
-            "\n    " + "\n    ".join(shown),
+            some_of(different, _MAX_NAMED),
             "give --config the directory of this model's own config.json: this one is that of a model of another "
             "size",
         )

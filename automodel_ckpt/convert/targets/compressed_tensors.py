@@ -70,7 +70,7 @@ def write(export: Export, *, scheme: str, linear_weights: LinearWeights) -> Expo
     plan = export.plan()
     files, file_warnings = export.side_files(plan)
     # These warnings are about weights that lie among the side files: here they may be the source.
-    export.warn(*(() if opened.finished else file_warnings), *opened.notes)
+    export.warn(*(() if opened.finished else file_warnings))
     quantized = _selected(export, plan, linear_weights(side), quantizer)
     files[_CONFIG] = _config(files[_CONFIG], quantizer, plan, quantized)
     export.log_casts(plan.casts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
@@ -25,7 +25,7 @@ from automodel_ckpt.convert.names.torchtitan import to_torchtitan, torchtitan_co
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
 
-_FILE = "__0_0.distcp"
+DATA_FILE = "__0_0.distcp"
 
 
 def write(export: Export, *, prefix: str | None = None, names: str | None = None) -> ExportReport:
@@ -38,7 +38,6 @@ def write(export: Export, *, prefix: str | None = None, names: str | None = None
     opened = export.source
     export.directory("-dcp")
     export.check()
-    export.warn(*opened.notes)
     if names is not None:
         # Its digests are compared first: parts of its slices have none.
         export.check(reads_parts=True)
@@ -48,33 +47,24 @@ def write(export: Export, *, prefix: str | None = None, names: str | None = None
         opened = replace(opened, tensors=tensors, tied={})
     state_dict = state_dict_of(export, opened, "")
     outer = tuple(part for part in (prefix or "").split(".") if part)
-    with (
-        export.published_directory() as directory,
-        DcpWriter(directory) as writer,
-    ):
+    with export.published_directory() as directory, open(directory / DATA_FILE, "wb") as file:
+        writer = DcpWriter(file)
         for fqn, tensor in state_dict.items():
             writer.add_tensor((*outer, fqn), tensor)
-        writer.finish()
+        writer.finish(directory)
     return export.report(len(state_dict))
 
 
 class DcpWriter:
-    """Writes the items of a state dict to *directory*, which exists, and then ``.metadata``.
+    """Writes the items of a state dict to *file*, which is :data:`DATA_FILE` of a directory, and then ``.metadata``.
 
-    A context manager: :meth:`finish` must be called at the end of the block, else ``.metadata`` is missing and the
-    directory is not a checkpoint. Every method can raise OSError.
+    :meth:`finish` must be called at the end, else ``.metadata`` is missing and the directory is not a checkpoint. Every
+    method can raise OSError.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._file = (directory / _FILE).open("wb")
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
         self._metadata = DcpMetadata()
-
-    def __enter__(self) -> DcpWriter:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
 
     def add_tensor(self, path: KeyPath, tensor: ArchiveTensor) -> None:
         """Write a tensor as one chunk. *path* are its keys, and positions in lists, in the state dict of ``dcp.load``.
@@ -90,11 +80,11 @@ class DcpWriter:
         """
         self._metadata.add_value(path, self._written(value))
 
-    def finish(self) -> None:
-        """Write ``.metadata``."""
-        (self._directory / layout.DCP_METADATA).write_bytes(self._metadata.to_bytes())
+    def finish(self, directory: Path) -> None:
+        """Write ``.metadata`` to *directory*."""
+        (directory / layout.DCP_METADATA).write_bytes(self._metadata.to_bytes())
 
     def _written(self, content: Any) -> DcpLocation:
         start = self._file.tell()
         write_torch_archive(self._file, content)
-        return DcpLocation(_FILE, start, self._file.tell() - start)
+        return DcpLocation(DATA_FILE, start, self._file.tell() - start)

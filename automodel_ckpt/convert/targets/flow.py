@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.files.safe_open import without_links
 from automodel_ckpt.checkpoint.files.type_aliases import AnyPath, FileDict, Strings, Values
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.parts.verify import verify
-from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
+from automodel_ckpt.checkpoint.sources.model_files import TOKENIZER_FILES, fits
 from automodel_ckpt.checkpoint.sources.source import maps_of
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import (
@@ -105,6 +105,7 @@ class Export:
         path = source.model_directory if source.root == _ROOT else source.root
         # Publishing renames: with a link, it would replace the link instead of its target.
         self.target = without_links(self._output or path.with_name((name or path.name) + suffix))
+        self.warn(*source.warnings)
 
     def check(self, *, reads_parts: bool = False, num_threads: int = 5) -> None:
         """Raise :class:`CheckpointUnusable` for damaged files, and if a tensor of the model is missing or left over.
@@ -140,11 +141,11 @@ class Export:
     def config_and_tokenizer(self, cast_code: str | None) -> FileDict:
         """Return config.json and the tokenizer's files by name, without those in subdirectories, and log warnings."""
         beside, warnings = self.side_files(self.plan(cast_code))
-        self.warn(*self.source.notes, *warnings)
+        self.warn(*warnings)
         return {
             name: content
             for name, content in sorted(beside.items())
-            if (name == _CONFIG or is_tokenizer_file(name)) and "/" not in name
+            if (name == _CONFIG or fits(name, TOKENIZER_FILES)) and "/" not in name
         }
 
     def required_config(self, what: str) -> Path:
@@ -205,7 +206,7 @@ class Export:
         paths = [target] if target.is_file() else target.rglob("*")
         nbytes = sum(path.stat().st_size for path in paths if path.is_file())
         seconds = time.monotonic() - self._started
-        warnings = tuple(self.warnings)
+        warnings = tuple(dict.fromkeys(self.warnings))
         return ExportReport(
             target, num_tensors, nbytes, seconds, self._is_checked, warnings, details, summary
         )

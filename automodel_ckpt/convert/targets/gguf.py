@@ -18,6 +18,7 @@ import numpy as np
 from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.base.units import counted_are
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
+from automodel_ckpt.checkpoint.export.files import unwritable
 from automodel_ckpt.checkpoint.export.next_steps import gguf_lines
 from automodel_ckpt.checkpoint.export.plan import ExportTensor
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
@@ -47,7 +48,7 @@ from automodel_ckpt.convert.formats.gguf.values import KeyValue
 from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import is_copy
-from automodel_ckpt.errors import RecipeError, SaveFailed, unusable
+from automodel_ckpt.errors import RecipeError, unusable
 
 # Rows are cast, reordered and quantized in blocks of about this many bytes in single precision.
 _BLOCK_BYTES = 16 << 20
@@ -109,7 +110,7 @@ def write(export: Export, *, tensor_type: str | None = None, num_threads: int = 
         tensor = tensors[target.fqn]
         kind = _kind(target, WRITABLE[tensor.dtype], wanted, is_tied=model.is_tied)
         entries.append(_Entry(target, tensor, kind))
-    export.warn(*export.source.notes, *tokenizer_warnings, *_warnings(model, entries, wanted))
+    export.warn(*tokenizer_warnings, *_warnings(model, entries, wanted))
     export.log_casts((entry.source.stored.dtype, entry.kind.name) for entry in entries)
     with published_file(export.target, export.log, what="the GGUF file") as path:
         _write_file(gguf, path, export.source, keys, model, entries)
@@ -131,11 +132,7 @@ def _write_modelfile(file: Path) -> Path:
             # Ollama reads the chat template and the end tokens from the metadata of the GGUF file.
             replace_file(path, f"FROM ./{file.name}\n".encode())
         except OSError as error:
-            raise SaveFailed.of_system(
-                error,
-                "Ollama's Modelfile cannot be written",
-                hint="free space, then write it by hand: FROM ./ and the name of the GGUF file",
-            ) from error
+            raise unwritable(error, "Ollama's Modelfile could not be written") from error
     return path
 
 
@@ -147,7 +144,7 @@ def _wanted_kind(tensor_type: str | None, cast_code: str | None) -> Kind | None:
             "--type and --cast-dtype both select the type of tensors",
             "ckpt export --to gguf",
             f"--type {tensor_type} --cast-dtype {cast_code}",
-            "remove --cast-dtype",
+            "",
         )
     kind = WRITABLE.get(tensor_type.upper())
     if kind is None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from automodel_ckpt.checkpoint.files.type_aliases import Strings, ValueDict
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import ArchiveTensor
 from automodel_ckpt.checkpoint.sources.source import is_checkpoint
-from automodel_ckpt.convert.formats.torch.run_state import RunState, first_renamed, read_run_state
+from automodel_ckpt.convert.formats.torch.run_state import RunState, read_run_state
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.torch_file import (
     numbered_state,
@@ -39,7 +39,7 @@ def write(export: Export, *, prefix: str | None = None) -> ExportReport:
     root = export.source.root
     run = read_run_state(root) if is_checkpoint(root) else None
     state_dict = state_dict_of(export, export.source, prefix)
-    export.warn(*export.source.notes, *_warnings(run, state_dict, prefix))
+    export.warn(*_warnings(run, state_dict, prefix))
     publish_archive(export, _content(state_dict, run))
     return export.report(len(state_dict))
 
@@ -50,7 +50,10 @@ def _warnings(
     if run is None:
         yield "there is no training state: Lightning starts at step 0 from these weights"
         return
-    renamed = first_renamed(run, {name.removeprefix(prefix) for name in state_dict})
+    names = {name.removeprefix(prefix) for name in state_dict}
+    trained = (name for group in run.groups for name in group.parameters)
+    # Files can have other names: transformers merges the experts of a layer in memory.
+    renamed = next((name for name in trained if name not in names), None)
     if renamed is not None:
         yield (
             f"the parameter {renamed!r} has another name in the model's files: load the state dict with a "

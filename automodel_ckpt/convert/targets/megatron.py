@@ -30,7 +30,7 @@ from automodel_ckpt.convert.names.megatron_names import (
     MOE_NORM,
     stacked_names,
 )
-from automodel_ckpt.convert.targets.dcp import DcpWriter
+from automodel_ckpt.convert.targets.dcp import DATA_FILE, DcpWriter
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import RecipeError
@@ -77,7 +77,6 @@ def write(export: Export, *, vocabulary_multiple: int = 1, num_threads: int = 5)
     export.directory("-megatron")
     # Tensors are written in parts of the stored slices, which have no digests.
     export.check(reads_parts=True, num_threads=num_threads)
-    export.warn(*opened.notes)
     side = opened.config_directory
     conversion = required_conversion(conversion_in(side), side)
     export.check_language_model(read_json(side, "config.json") or {}, "Megatron-Core")
@@ -141,12 +140,13 @@ def _write(
     directory: Path, state_dict: Mapping[str, ArchiveTensor], conversion: Conversion
 ) -> None:
     directory.mkdir()
-    with DcpWriter(directory) as writer:
+    with open(directory / DATA_FILE, "wb") as data:
+        writer = DcpWriter(data)
         for name, tensor in state_dict.items():
             writer.add_tensor((name,), tensor)
         for name in _extra_states(conversion):
             writer.add_value((name,), [None])
-        writer.finish()
+        writer.finish(directory)
     with (directory / "common.pt").open("wb") as file:
         write_torch_archive(file, {"checkpoint_version": _CHECKPOINT_VERSION, "iteration": 0})
     (directory / "metadata.json").write_text(json.dumps(_METADATA))

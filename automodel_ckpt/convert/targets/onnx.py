@@ -12,6 +12,7 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.files import Log, write_side_files
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, TORCH_NAMES
 from automodel_ckpt.checkpoint.sources.model_files import base_files
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.targets.flow import Export, ExportReport
@@ -19,8 +20,6 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 MODEL_FILE = "model.onnx"
 _WEIGHTS = ".weights"
-
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Exporter = Callable[[Path, Path, str], str]
 """Writes the model in a directory of Hugging Face files as an .onnx file, in a dtype such as ``float32``. Returns what
@@ -40,12 +39,11 @@ def write(export: Export, *, exporter: Exporter, num_threads: int = 5) -> Export
     with export.published_directory() as staging:
         files = _hugging_face_files(opened, staging / _WEIGHTS, num_threads, export.log)
         codes = [tensor.dtype for tensor in opened.tensors.values()]
-        export.log_casts((code, cast_code) for code in codes if code in _DTYPES)
+        export.log_casts((code, cast_code) for code in codes if code in ORDINARY_FLOATS)
         export.log("exporting with torch; this can take minutes")
-        note = exporter(files, staging / MODEL_FILE, _DTYPES[cast_code])
+        note = exporter(files, staging / MODEL_FILE, TORCH_NAMES[cast_code])
         write_side_files(base_files(files), staging)
         shutil.rmtree(staging / _WEIGHTS, ignore_errors=True)
-    export.warnings += opened.notes
     if note:
         export.warn(note)
     return export.report(len(opened.tensors))
@@ -66,8 +64,6 @@ def _hugging_face_files(source: Source, directory: Path, num_threads: int, log: 
             opener=lambda _: source,
         )
         return directory
-    for note in source.notes:
-        log(f"warning: {note}")
     if source.export is not None:
         CheckpointUnusable.check(source.export.problems(num_threads=num_threads))
     return source.model_directory

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from automodel_ckpt.checkpoint.export.files import write_side_files
-from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, main_dtype
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, TORCH_NAMES, main_dtype
 from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict, Values
@@ -28,7 +28,7 @@ from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, unusable
 
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
-_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
+_DTYPES = ("F16", "BF16")
 
 
 def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> ExportReport:
@@ -52,7 +52,7 @@ def write(export: Export, *, num_ranks: int = 1, compress: str = "true") -> Expo
     sizes = [(tensor.dtype, tensor.nbytes) for tensor in opened.tensors.values()]
     dtype = export.cast_code or ("BF16" if main_dtype(sizes) == "BF16" else "F16")
     files = export.config_and_tokenizer(dtype)
-    hugging_face, config = _config(files, _DTYPES[dtype], num_ranks, export.where)
+    hugging_face, config = _config(files, TORCH_NAMES[dtype], num_ranks, export.where)
     export.check_language_model(hugging_face, "TensorRT-LLM")
     dimensions = dimensions_of_config(hugging_face, export.where)
     if num_ranks < 1:

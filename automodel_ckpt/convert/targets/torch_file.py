@@ -35,7 +35,6 @@ def write(export: Export, *, prefix: str | None = None) -> ExportReport:
     """Write the model as one state dict, in which *prefix* is added to all names."""
     export.file(".pt")
     export.check()
-    export.warn(*export.source.notes)
     state_dict = state_dict_of(export, export.source, prefix or "")
     publish_archive(export, state_dict)
     return export.report(len(state_dict))

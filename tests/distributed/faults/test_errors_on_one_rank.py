@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, loader
-from automodel_ckpt.checkpoint.export import copy_engine
+from automodel_ckpt.checkpoint.export import consolidate
 from automodel_ckpt.checkpoint.saving import exports
 from automodel_ckpt.checkpoint.saving.background import Background
 from automodel_ckpt.checkpoint.saving.planner import Planner
@@ -384,9 +384,9 @@ def failing_exports(base: Path, root: Path) -> list[str]:
     ]
     messages = []
     for step in (20, 40, 60):
-        write = copy_engine.write_all
+        write = consolidate.write_all
         if failures:
-            copy_engine.write_all = Mock(side_effect=failures.pop(0))
+            consolidate.write_all = Mock(side_effect=failures.pop(0))
         try:
             report = tiny.save(
                 root,
@@ -399,7 +399,7 @@ def failing_exports(base: Path, root: Path) -> list[str]:
         except LeaseLost:
             messages.append("LeaseLost")
         finally:
-            copy_engine.write_all = write
+            consolidate.write_all = write
     return messages
 
 

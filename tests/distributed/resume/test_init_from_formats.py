@@ -45,7 +45,6 @@ SOURCES = {
     "FSDP2, full": ("fsdp/fsdp2-full", "fsdp/fsdp2-full"),
     "FSDP1, sharded": ("fsdp/fsdp1-sharded", "fsdp/fsdp1-sharded"),
     "DCP": ("fsdp/torch-nested", "fsdp/torch-nested"),
-    "DeepSpeed": ("deepspeed/continued-stage3", "deepspeed/continued-stage3"),
     "Lightning": ("lightning/epoch=0-step=5.ckpt", "lightning"),
     "Lightning, distributed": ("lightning/distributed", "lightning"),
     "torch file": ("torch_states/checkpoint_step_5_loss_4.0152.pt", "torch_states"),

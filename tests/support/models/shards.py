@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate_script
+from automodel_ckpt.checkpoint.export.hf_assets import consolidate_script
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import dtype_code
 from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of

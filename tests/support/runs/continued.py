@@ -47,7 +47,7 @@ SHARDED = (
     "--lr_scheduler.name=linear",
     "--lr_scheduler.warmup_steps=0",
 )
-"""The overrides for the runs of tests/fixtures/fsdp/make.py and of train.py in tests/fixtures/deepspeed."""
+"""The overrides for the runs of tests/fixtures/fsdp/make.py."""
 
 
 def continued_losses(

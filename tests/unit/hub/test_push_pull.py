@@ -214,11 +214,9 @@ def test_options_without_effect_on_a_repository_are_errors(
     own.write_text("mine\n")
     push = ["push", str(export), TARGET]
     for words, message in (
-        ([*push, "--max"], "--max"),
         ([*push, "--metric", "acc"], "no effect with hub:ORG/NAME"),
         ([*push, "--license", "mit"], f"no effect beside {own}, which is the card"),
         ([*push, "--card", str(own), "--license", "mit"], "no effect with --card"),
-        (["card", str(export), "--license", "mit"], "ckpt card --license"),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
@@ -242,7 +240,6 @@ def test_an_own_readme_takes_precedence(hub: HubServer, runs: Path, tmp_path: Pa
         ("hf_other", None, "the Hub rejects the token"),
         (TOKEN, error(403, message="no rights"), "the token does not have this right"),
         (TOKEN, error(429, Retry_After="30"), "try again in 30 s"),
-        (TOKEN, error(500), "the Hub has a failure (500)"),
     ],
 )
 def test_what_the_hub_rejects_is_one_error(
@@ -355,7 +352,7 @@ def test_a_download_without_space_and_a_changed_file_are_named(
         full = SimpleNamespace(total=1 << 30, used=1 << 30, free=0)
         patch.setattr(shutil, "disk_usage", lambda path: full)
         assert main(["pull", TARGET, str(target)]) == 4
-    assert f"where:  {target}\n" in capsys.readouterr().err
+    assert f"where:  {tmp_path}\n" in capsys.readouterr().err
     for files in hub.repository(REPO).commits.values():
         if "config.json" in files:
             files["config.json"] = files["config.json"].replace(b"llama", b"LLAMA")

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from automodel_ckpt.checkpoint.files.type_aliases import Strings, Texts
 
-_TOP = {
+TOP: Texts = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+"""Hugging Face's names of the tensors outside of layers, to GGUF's."""
 _PROJECTIONS = {
     "self_attn.q_proj.weight": "attn_q.weight",
     "self_attn.k_proj.weight": "attn_k.weight",
@@ -46,8 +47,6 @@ _BIASES = {
     "self_attn.k_proj.bias": "attn_k.bias",
     "self_attn.v_proj.bias": "attn_v.bias",
 }
-TOP: Texts = _TOP
-"""Hugging Face's names of the tensors outside of layers, to GGUF's."""
 
 SHAPES: Mapping[str, Strings] = {
     "token_embd.weight": ("vocabulary", "hidden"),
@@ -259,18 +258,3 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     GEMMA_3,
 )
 """All architectures. A GGUF file is read as the first one of its name."""
-
-
-def by_class(model_class: object, model_type: object) -> Architecture | None:
-    """Return the architecture of a config.json by its class, or by its model type if it names no class."""
-    for known in ARCHITECTURES:
-        if model_class == known.model_class:
-            return known
-        if model_class is None and model_type == known.model_type:
-            return known
-    return None
-
-
-def by_name(name: object) -> Architecture | None:
-    """Return the architecture that a GGUF file of ``general.architecture`` *name* is read as, or None when unknown."""
-    return next((known for known in ARCHITECTURES if known.name == name), None)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, TORCH_NAMES, main_dtype
 from automodel_ckpt.checkpoint.files.safe_open import without_links
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of, whole_tensor
@@ -59,7 +58,6 @@ _METADATA = "metadata"
 _VARIANT = "gguf-1"
 # About this many bytes of single precision are decoded at a time.
 _BLOCK_BYTES = 16 << 20
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 _SHOWN = (
     "general.architecture",
@@ -68,7 +66,6 @@ _SHOWN = (
     "tokenizer.ggml.model",
     "tokenizer.ggml.pre",
 )
-_UNCHECKED = "this file is unchecked: there is no manifest with its digests"
 _NO_TOKENIZER = "the tokenizer, which is in the metadata: use the files of the original model"
 
 
@@ -122,15 +119,12 @@ class GgufFile(Format):
                 at += nbytes_of(item.dtype, item.info.shape)
             fqn, name = item.target.fqn, str(place.relative_to("/"))
             tensors[fqn] = whole_tensor(fqn, item.dtype, item.info.shape, name, start)
-        notes = [_UNCHECKED]
         num_quantized = sum(item.info.kind.is_quantized for item in stored)
-        if num_quantized:
-            notes.append(f"{num_quantized} quantized tensors become F32")
         return Source(
             Path("/"),
             file.parent,
             tensors,
-            notes=tuple(notes),
+            notes=(f"{num_quantized} quantized tensors become F32",) if num_quantized else (),
             omitted=(_NO_TOKENIZER,) if "tokenizer.ggml.model" in header.values else (),
             side_files=directory / _METADATA,
             stated_config=config,
@@ -185,20 +179,16 @@ def _factors(path: Path, info: TensorInfo | None) -> list[float]:
         return []
     if info.kind != F32 or len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:
         raise NotConvertible("the divisors of frequencies are not a vector of F32", _FACTORS)
-    with open(path, "rb") as file:
-        file.seek(info.start)
-        return list(struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes)))
+    factors: list[float] = np.fromfile(path, "<f4", info.shape[0], offset=info.start).tolist()
+    return factors
 
 
 def _config(model: GgufModel, stored: list[_Stored], values: Values) -> ValueDict:
     """Return config.json: what the metadata *values* describe, and the dtype of most of the weights."""
-    nbytes: Counter[str] = Counter()
-    for item in stored:
-        nbytes[item.dtype] += item.info.nbytes
     config = model.config()
-    most = max(nbytes, key=lambda dtype: nbytes[dtype])
-    if most in _DTYPES:
-        config["dtype"] = _DTYPES[most]
+    most = main_dtype((item.dtype, item.info.nbytes) for item in stored)
+    if most is not None:
+        config["dtype"] = TORCH_NAMES[most]
     for key, name in _TOKEN_IDS.items():
         index = values.get(f"tokenizer.ggml.{name}_token_id")
         if type(index) is int and 0 <= index < model.vocab_size:

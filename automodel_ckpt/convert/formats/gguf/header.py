@@ -129,13 +129,12 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
     Raises :class:`CheckpointUnusable` for a file that is not GGUF, is truncated, or contradicts itself.
     """
-    with faults_of(path, "this GGUF file is damaged, or cannot be read"):
-        descriptor = open_regular(path)
-        try:
-            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
-                return _Parser(content).header()
-        finally:
-            os.close(descriptor)
+    with (
+        faults_of(path, "this GGUF file is damaged, or cannot be read"),
+        os.fdopen(open_regular(path), "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        return _Parser(content).header()
 
 
 class _Parser:

@@ -15,8 +15,6 @@ from automodel_ckpt.convert.formats.gguf.architectures import (
     SIZES,
     TOP,
     Architecture,
-    by_class,
-    by_name,
 )
 from automodel_ckpt.convert.formats.gguf.positions import Positions, positions_of, read_positions
 from automodel_ckpt.convert.formats.gguf.values import (
@@ -186,7 +184,7 @@ def model_of_metadata(
     Raises :class:`NotConvertible` for an unknown architecture, and for values that config.json cannot describe.
     """
     name = values.get("general.architecture")
-    architecture = by_name(name)
+    architecture = next((known for known in ARCHITECTURES if known.name == name), None)
     if architecture is None:
         raise NotConvertible("unknown architecture", f"general.architecture: {name!r:.100}")
     embedding = shapes.get("token_embd.weight", ())
@@ -216,10 +214,12 @@ def _architecture(config: Values) -> Architecture:
     model_class = str(classes) if classes else None
     if isinstance(classes, list) and len(classes) == 1:
         model_class = classes[0]
-    found = by_class(model_class, config.get("model_type"))
+    key, named = "model_class", model_class
+    if model_class is None:
+        key, named = "model_type", config.get("model_type")
+    found = next((each for each in ARCHITECTURES if getattr(each, key) == named), None)
     if found is None:
         known = ", ".join(known.model_class for known in ARCHITECTURES)
-        named = classes or config.get("model_type")
         raise NotConvertible(
             "this architecture is not converted to GGUF",
             f"architectures: {named!r:.200} (known: {known})",

@@ -19,7 +19,6 @@ from automodel_ckpt.convert.formats.files import faults_of
 from automodel_ckpt.convert.formats.nemo.nemo import CONFIG
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
-    StoredFile,
     files_in_directory,
 )
 from automodel_ckpt.convert.formats.nemo.tar_files import (
@@ -74,9 +73,9 @@ def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
             for member in reader:
                 _extract(reader, member, staging)
                 if not member.is_directory:
-                    files[member.name] = StoredFile(member.name, 0, member.nbytes)
+                    files[member.name] = member.nbytes
         kind = _kind(files, source)
-    return ArchiveReport(target, kind, len(files), sum(file.nbytes for file in files.values()))
+    return ArchiveReport(target, kind, len(files), sum(files.values()))
 
 
 def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> ArchiveReport:
@@ -101,7 +100,7 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
             "the archive would be in the directory that it packs",
             target,
             target.name,
-            f"name a file outside of {directory}",
+            "",
         )
     check_file_target(target, overwrite=overwrite)
     packed = files_in_directory(directory)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.units import counted, left_out
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.files.type_aliases import Values
@@ -23,7 +23,6 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import (
-    UNCHECKED,
     check_regular_files,
     faults_of,
     names_in,
@@ -75,13 +74,11 @@ class MegatronCore(Format):
         if not tensors:
             raise unusable("there are no weights here", path, counted(len(others), "other entry"))
         common = read_common(path)
-        omitted = tuple(_omitted(others))
         return Source(
             path,
             path,
             tensors,
-            notes=(UNCHECKED, *(left_out(text, 2) for text in omitted)),
-            omitted=omitted,
+            omitted=tuple(_omitted(others)),
             stated_config=config_of_arguments(_arguments(common)),
         )
 

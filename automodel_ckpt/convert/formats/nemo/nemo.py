@@ -12,14 +12,14 @@ are decompressed once to a temporary file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from automodel_ckpt.base.units import some_of
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.convert.formats.files import faults_of, names_in, reports
+from automodel_ckpt.convert.formats.files import faults_of, names_in, omitted_texts
 from automodel_ckpt.convert.formats.format import Details, Format
 from automodel_ckpt.convert.formats.nemo.megatron import MegatronCore
 from automodel_ckpt.convert.formats.nemo.packed_files import (
@@ -97,13 +97,6 @@ def read_config(packed: PackedFiles) -> ValueDict:
         return dict(parse_yaml(packed.read(CONFIG, MAX_CONFIG_BYTES).decode()))
 
 
-def artifacts_in(config: Values) -> Iterator[tuple[str, str]]:
-    """Yield (path in the config, file name) for each artifact that *config* refers to."""
-    for path, text in scalars_in(config):
-        if text.startswith(ARTIFACT_PREFIX):
-            yield path, text.removeprefix(ARTIFACT_PREFIX)
-
-
 def _stated_config(config: Values) -> ValueDict:
     """Return what the config of a GPT model states of the keys of ``config.json`` that the shapes do not show.
 
@@ -133,15 +126,15 @@ def _source(packed: PackedFiles, config: Values, directory: Path) -> Source:
     stored = packed.files[WEIGHTS]
     path = packed.root / stored.file
     model = read_model(path, stored.file, start=stored.start, nbytes=stored.nbytes)
-    notes, omitted = reports(0, model.num_values)
-    names = sorted({name for _, name in artifacts_in(config)})
-    if names:
-        omitted = (*omitted, f"artifacts of NeMo ({', '.join(names[:5])})")
+    omitted = omitted_texts(0, model.num_values)
+    references = {text for text in scalars_in(config) if text.startswith(ARTIFACT_PREFIX)}
+    if references:
+        names = [text.removeprefix(ARTIFACT_PREFIX) for text in sorted(references)]
+        omitted = (*omitted, f"artifacts of NeMo ({some_of(names, 5)})")
     return Source(
         packed.root,
         directory,
         model.tensors,
-        notes=notes,
         omitted=omitted,
         stated_config=_stated_config(config),
     )

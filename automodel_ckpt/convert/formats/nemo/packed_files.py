@@ -25,7 +25,6 @@ from automodel_ckpt.convert.formats.files import (
 from automodel_ckpt.convert.formats.nemo.tar_files import (
     TarReader,
     decompress,
-    tar_members,
 )
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -94,11 +93,12 @@ def files_in_archive(path: Path) -> PackedFiles:
             real, "gzip", lambda place: decompress(real, place / _DECOMPRESSED)
         )
         real = directory / _DECOMPRESSED
-    files = {
-        member.name: StoredFile(real.name, member.start, member.nbytes)
-        for member in tar_members(real)
-        if not member.is_directory
-    }
+    with TarReader(real) as reader:
+        files = {
+            member.name: StoredFile(real.name, member.start, member.nbytes)
+            for member in reader
+            if not member.is_directory
+        }
     return PackedFiles(path, real.parent, files)
 
 

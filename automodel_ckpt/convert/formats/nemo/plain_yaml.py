@@ -36,13 +36,12 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(str(error).replace("\n", " ")[:300]) from error
 
 
-def scalars_in(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each scalar of a parsed value with its path, for example ``("tokenizer.model", "nemo:1_t.model")``."""
+def scalars_in(value: Any) -> Iterator[str]:
+    """Yield each scalar of a parsed value, for example ``nemo:1_t.model``."""
     if isinstance(value, dict):
-        for key, item in value.items():
-            yield from scalars_in(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from scalars_in(item, f"{path}.{index}")
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from scalars_in(item)
     elif isinstance(value, str):
-        yield path, value
+        yield value

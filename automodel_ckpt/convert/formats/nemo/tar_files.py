@@ -201,12 +201,6 @@ def decompress(path: Path, target: Path) -> None:
         copy.writelines(reader.blocks(None))
 
 
-def tar_members(path: Path) -> list[TarMember]:
-    """Return the members of the archive *path*, which is not a link. Raises as :class:`TarReader`."""
-    with TarReader(path) as reader:
-        return list(reader)
-
-
 def _safe_name(name: str) -> str:
     """Return the normalized name of a member, ``.`` for the root. Raises :class:`TarFault` for an unsafe one."""
     # NeMo packs a directory as ".", so that each name begins with "./".

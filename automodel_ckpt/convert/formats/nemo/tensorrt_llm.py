@@ -34,7 +34,6 @@ FIRST_RANK = "rank0.safetensors"
 LLAMA_DECODER = "llama"
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_RANKS = 4096
-_UNCHECKED = "the weights are unchecked: a checkpoint of TensorRT-LLM has no digests"
 
 
 class TensorRtLlmDirectory(Format):
@@ -151,4 +150,4 @@ def _source(packed: PackedFiles, directory: Path) -> Source:
         translated["head_dim"] = config.get("head_size")
         dimensions = dimensions_of_config(translated, str(where))
         tensors = TENSORRT_LLAMA.to_hugging_face(tensors, dimensions, str(where))
-    return Source(packed.root, directory, tensors, notes=(_UNCHECKED,))
+    return Source(packed.root, directory, tensors)

@@ -20,6 +20,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,12 @@ from automodel_ckpt.checkpoint.parts.slices import (
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-from automodel_ckpt.convert.formats.files import check_regular_files, faults_of, names_in, reports
+from automodel_ckpt.convert.formats.files import (
+    check_regular_files,
+    faults_of,
+    names_in,
+    omitted_texts,
+)
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.errors import unusable
 
@@ -106,8 +112,8 @@ class TensorFlowCheckpoint(Format):
             raise unusable(
                 "there are no weights in this checkpoint", index, others_text(num_others)
             )
-        notes, omitted = reports(num_others, num_values)
-        return Source(index.parent, index.parent, model, notes=notes, omitted=omitted)
+        omitted = omitted_texts(num_others, num_values)
+        return Source(index.parent, index.parent, model, omitted=omitted)
 
     def stored_tensors(self, path: Path) -> StoredTensors:
         index = _index_of(path)
@@ -341,12 +347,8 @@ def _indexes_in(directory: Path) -> list[str]:
 
 
 def _is_index_file(path: Path) -> bool:
-    try:
-        descriptor = open_regular(without_links(path))
-    except OSError:
-        return False
-    try:
-        size = os.fstat(descriptor).st_size
-        return os.pread(descriptor, len(_MAGIC), max(size - len(_MAGIC), 0)) == _MAGIC
-    finally:
-        os.close(descriptor)
+    with suppress(OSError), os.fdopen(open_regular(without_links(path)), "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - len(_MAGIC), 0))
+        return file.read() == _MAGIC
+    return False

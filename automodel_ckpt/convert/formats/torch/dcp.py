@@ -30,8 +30,8 @@ from automodel_ckpt.convert.formats.files import (
     check_regular_files,
     faults_of,
     names_in,
+    omitted_texts,
     renamed,
-    reports,
 )
 from automodel_ckpt.convert.formats.format import (
     Counters,
@@ -106,8 +106,8 @@ class PyTorchDcp(Format):
                 f"{len(content.values)} other values",
                 "name the directory that the model was saved to",
             )
-        notes, omitted = reports(len(content.tensors) - len(tensors), len(content.values))
-        return Source(path, path, tensors, notes=notes, omitted=omitted)
+        omitted = omitted_texts(len(content.tensors) - len(tensors), len(content.values))
+        return Source(path, path, tensors, omitted=omitted)
 
     def names(self, content: DcpContent) -> Texts:
         """Return {stored name: name in the model} of the model's tensors. A format of one program overrides this."""

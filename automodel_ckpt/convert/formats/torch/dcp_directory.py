@@ -218,13 +218,10 @@ def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
 
 def _archive(directory: Path, item: DcpLocation, max_program_bytes: int | None) -> Archive:
     """Describe the archive in an item. Raises any exception if it is damaged."""
-    descriptor = open_safely(directory, item.file)
-    try:
+    with os.fdopen(open_safely(directory, item.file), "rb") as file:
         return describe_file(
-            descriptor, item.start, item.nbytes, max_program_bytes=max_program_bytes
+            file.fileno(), item.start, item.nbytes, max_program_bytes=max_program_bytes
         )
-    finally:
-        os.close(descriptor)
 
 
 def _raw_start(archive: Archive, dtype: str, sizes: Shape) -> int:

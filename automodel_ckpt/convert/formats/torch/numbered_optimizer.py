@@ -44,7 +44,7 @@ BY_DECAY = "by number, first the parameters with weight decay"
 _STEP = "step"
 # The dtypes in which optimizers store numbers as tensors.
 _NUMBERS = ("F64", "F32", "F16", "I64", "I32", "U8", "BOOL")
-_WITHOUT = "import the weights without --training-state"
+WITHOUT_STATE = "import the weights without --training-state"
 
 
 def optimizer_state(
@@ -89,7 +89,7 @@ def optimizer_state(
 
 def damaged_optimizer(path: Path) -> Any:
     """Report any exception in the block as damage of the optimizer's state in *path*."""
-    hint = f"{_WITHOUT}, or take the files from another copy"
+    hint = f"{WITHOUT_STATE}, or take the files from another copy"
     return faults_of(path, "the optimizer's state cannot be read", hint)
 
 
@@ -129,7 +129,7 @@ def named_state(
                     "the state of this optimizer does not have the shapes of the parameters, which is not supported",
                     where,
                     f"{name}: {what} {list(value.shape)}, the parameter {list(shapes[name])}",
-                    f"use the config.json of the model that was trained; or {_WITHOUT}",
+                    f"use the config.json of the model that was trained; or {WITHOUT_STATE}",
                 )
             elif value is not None:
                 values[name][what] = number_of(value, root)
@@ -184,6 +184,6 @@ def _names(
             path,
             f"groups of {sizes} parameters; the model has {len(model)}",
             "use the config.json of the model that was trained. If parameters were frozen or in other groups: "
-            f"{_WITHOUT}",
+            f"{WITHOUT_STATE}",
         )
     return dict(zip(flat, chain.from_iterable(expected), strict=True)), names_from

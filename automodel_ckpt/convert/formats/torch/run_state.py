@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,15 +108,6 @@ def read_run_state(checkpoint: Path) -> RunState | None:
 def _without_attribute(name: str) -> str:
     """Return a name in the model: the optimizer's names begin with the attribute of its module."""
     return name.removeprefix(_MODEL_ATTRIBUTE)
-
-
-def first_renamed(run: RunState, names: Container[str]) -> str | None:
-    """Return the first trained parameter that is not among *names* (in the model's files), None without one.
-
-    Files can have other names: transformers merges the experts of a layer in memory.
-    """
-    trained = (name for group in run.groups for name in group.parameters)
-    return next((name for name in trained if name not in names), None)
 
 
 def _schedule(manifest: Manifest, tree: Tree, checkpoint: Path) -> Values | None:

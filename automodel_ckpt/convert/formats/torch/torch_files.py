@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.other_weights import is_torch_script
+from automodel_ckpt.base.units import some_of
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, without_links
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict
@@ -33,7 +34,7 @@ from automodel_ckpt.convert.formats.files import (
     faults_of,
     first_bytes,
     names_in,
-    reports,
+    omitted_texts,
     tensors_by_file,
 )
 from automodel_ckpt.convert.formats.format import Format
@@ -84,16 +85,16 @@ class TorchFile(Format):
     has_own_names = True
 
     def detect(self, path: Path) -> bool:
-        return is_torch_archive(first_bytes(path, _HEAD_BYTES))
+        # The name of the first entry shows that torch.save wrote the zip archive.
+        entry = first_zip_entry(first_bytes(path, _HEAD_BYTES))
+        return entry.rpartition("/")[2] in _TORCH_RECORDS
 
     def open(self, path: Path) -> Source:
         """Describe the model in the file. Symbolic links are followed: the user chose this file."""
         model = _read_below_root(path)
-        notes, omitted = reports(model.num_others, model.num_values)
+        omitted = omitted_texts(model.num_others, model.num_values)
         side_files = config_beside(path.parent)
-        return Source(
-            _ROOT, path.parent, model.tensors, notes=notes, omitted=omitted, side_files=side_files
-        )
+        return Source(_ROOT, path.parent, model.tensors, omitted=omitted, side_files=side_files)
 
     def training_left(self, path: Path) -> str:
         try:
@@ -128,15 +129,15 @@ class TorchModelDirectory(Format):
                     path / BIN_INDEX,
                     f"{fqn} ({name})",
                 )
-        notes, omitted = reports(
+        omitted = omitted_texts(
             sum(model.num_others for model in models.values()),
             sum(model.num_values for model in models.values()),
         )
         others = [name for name in names_in(path) if _OTHER_MODEL.fullmatch(name)]
         if others:
-            omitted = (*omitted, f"{', '.join(others[:_MAX_NAMED])} beside {BIN_FILE}")
+            omitted = (*omitted, f"{some_of(others, _MAX_NAMED)} beside {BIN_FILE}")
         side_files = config_beside(path)
-        return Source(_ROOT, path, tensors, notes=notes, omitted=omitted, side_files=side_files)
+        return Source(_ROOT, path, tensors, omitted=omitted, side_files=side_files)
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,6 @@ class TorchModel:
     tensors: TensorMap
     num_others: int
     num_values: int
-
-
-def is_torch_archive(head: bytes) -> bool:
-    """Return whether a file that begins with *head* is a zip archive of ``torch.save``, by its first entry's name."""
-    return first_zip_entry(head).rpartition("/")[2] in _TORCH_RECORDS
 
 
 def _read_below_root(path: Path) -> TorchModel:
@@ -176,19 +172,10 @@ def read_archive(path: Path, *, start: int = 0, nbytes: int | None = None) -> Ar
     The storages of the archive are byte ranges of *path* in both cases.
     Raises :class:`CheckpointUnusable` if the file is missing or damaged.
     """
-    try:
-        descriptor = open_regular(path)
-    except FileNotFoundError as error:
-        raise unusable("a file of weights is missing", path, "no such file") from error
-    except OSError as error:
-        raise unusable("a file of weights cannot be read", path, error.strerror) from error
-    try:
-        with faults_of(path):
-            if os.pread(descriptor, 1, start) == b"\x80":
-                PICKLE.open(path)  # raises an error with the command that converts it
-            return describe_file(descriptor, start, nbytes)
-    finally:
-        os.close(descriptor)
+    with faults_of(path), os.fdopen(open_regular(path), "rb") as file:
+        if os.pread(file.fileno(), 1, start) == b"\x80":
+            PICKLE.open(path)  # raises an error with the command that converts it
+        return describe_file(file.fileno(), start, nbytes)
 
 
 def _model_of(archive: Archive, path: Path, file: str) -> TorchModel:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from automodel_ckpt.base.durable_io import owned
-from automodel_ckpt.checkpoint.export import copy_engine as export_output
+from automodel_ckpt.checkpoint.export import consolidate as export_output
 from automodel_ckpt.checkpoint.export import files as export_publish
 from automodel_ckpt.checkpoint.export import plan as export_plan
 from automodel_ckpt.checkpoint.export.consolidate import consolidate

@@ -12,10 +12,8 @@ from safetensors.torch import load_file
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files.dtypes import dtype_code
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
-from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
 from automodel_ckpt.checkpoint.parts.slices import Box
 from automodel_ckpt.checkpoint.sources.source import (
-    DTYPE_MAP,
     EXPECTED_TENSORS,
     FILE_INDEX_MAP,
     BaseMaps,
@@ -75,10 +73,6 @@ def rule(saved: str, original: str | None, cast: str | None) -> str:
     if cast:
         return CASTS[cast]
     return original if original in ORDINARY else saved
-
-
-def test_every_dtype_that_is_saved_has_its_name_in_the_base_map() -> None:
-    assert {dtype: dtype_code(str(dtype)) for dtype in DTYPE_CODES} == DTYPE_CODES
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -152,14 +146,10 @@ def assert_config_agrees(
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        (FILE_INDEX_MAP, "[]"),
         (FILE_INDEX_MAP, '{"x": 0}'),
-        (FILE_INDEX_MAP, '{"x": true}'),
         (FILE_INDEX_MAP, '{"x": 1, "y": "a"}'),
         (EXPECTED_TENSORS, '{"x": [1]}'),
         (EXPECTED_TENSORS, '{"x": {"shape": [-1]}}'),
-        (EXPECTED_TENSORS, '{"x": {}}'),
-        (DTYPE_MAP, "5"),
         ("config.json", "{"),
     ],
 )

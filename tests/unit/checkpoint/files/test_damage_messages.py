@@ -37,7 +37,7 @@ def found(checkpoint: Path) -> str:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"../x": {"size": 1, "digest": "00"}}, "names a file outside of it"),
+        ({"../x": {"size": 1, "digest": "00"}}, "a file outside of the export"),
         ({"a": {"size": 1, "digest": "00"}}, "a file of the export is damaged"),
         ({"a": {"size": 1, "parts": [[2, "00"]]}}, "byte ranges of 2 bytes for a file of 1"),
     ],

@@ -433,12 +433,8 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
         ("S3://key:secret-word@bucket/run", r"not the URL of a store[\s\S]*s3://bucket/run"),
         ("s3://key:secret-word@bucket/run", "must not contain credentials"),
         ("s3://bucket/run?token=secret-word", "must not contain credentials"),
-        ("s3://[secret-word", "must not contain credentials"),
-        ("s3:///run", "names no directory"),
         ("file://", r"names no directory[\s\S]*use file:///PATH"),
-        ("file:///", "names no directory"),
         ("s3://bucket/../other", "names no directory"),
-        ("s3://bucket/a\tb", "control character"),
         ("gs://bucket/run", r"gs:// needs the library gcsfs[\s\S]*automodel_ckpt\[gcs\]"),
     ],
 )

@@ -11,14 +11,14 @@ from werkzeug.wrappers import Request, Response
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.remote import background, child_process, uploader
+from automodel_ckpt.checkpoint.remote import background, uploader
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run.links import link, pending
 from automodel_ckpt.checkpoint.run.resume import KeepPolicy
 from automodel_ckpt.checkpoint.store import transfer
-from automodel_ckpt.checkpoint.store.conditional import NotSupported, conditions_of, s3_call
+from automodel_ckpt.checkpoint.store.conditional import conditions_of
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, LeaseLost
 from tests.support.runs.stored_runs import FIRST, SECOND, URL, write_run
@@ -165,44 +165,11 @@ def test_stores_without_conditional_requests_are_noticed(
     assert capfd.readouterr().err.count("has no conditional writes") == 1
 
 
-def s3_error(kind: type[OSError], status: int, code: str) -> OSError:
-    """An error of s3fs, which translates errors of botocore."""
-    cause: Any = Exception()
-    cause.response = {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {"Code": code}}
-    error = kind()
-    error.__cause__ = cause
-    return error
-
-
 def http_error(code: int) -> Any:
     """An error of gcsfs."""
     error: Any = OSError()
     error.code = code
     return error
-
-
-@pytest.mark.parametrize(
-    ("error", "arguments", "outcome"),
-    [
-        (None, {}, True),
-        (s3_error(FileNotFoundError, 404, "NoSuchKey"), {}, False),
-        (s3_error(FileNotFoundError, 404, "NoSuchBucket"), {}, FileNotFoundError),
-        (s3_error(FileNotFoundError, 404, "NoSuchUpload"), {"UploadId": "1"}, FileNotFoundError),
-        (s3_error(OSError, 412, "PreconditionFailed"), {}, False),
-        (s3_error(OSError, 501, "NotImplemented"), {}, NotSupported),
-        (s3_error(OSError, 500, "InternalError"), {}, OSError),
-    ],
-)
-def test_only_an_unmet_condition_is_no_error(
-    error: OSError | None, arguments: dict[str, str], outcome: bool | type[Exception]
-) -> None:
-    s3: Any = Mock(split_path=lambda path: ("bucket", path, None), call_s3=Mock(side_effect=error))
-    if isinstance(outcome, bool):
-        assert s3_call(s3, "put_object", "key", **arguments) == outcome
-    else:
-        with pytest.raises(outcome):
-            s3_call(s3, "put_object", "key", **arguments)
-    s3.call_s3.assert_called_once_with("put_object", Bucket="bucket", Key="key", **arguments)
 
 
 @pytest.mark.parametrize(
@@ -296,17 +263,6 @@ def test_a_second_process_of_a_start_does_not_take_a_url_back(tmp_path: Path) ->
     # The trainer starts the process again after it died.
     with pytest.raises(LeaseLost):
         uploader.Uploader(tmp_path / "run", job)._become_owner()
-
-
-def test_a_late_process_of_an_earlier_start_uploads_nothing(tmp_path: Path) -> None:
-    """It waited for the lock until the process of the later start ended."""
-    child_process.note_newest(tmp_path, background.LOCK, "first")
-    with child_process.only_one(tmp_path, background.LOCK, "first") as is_newest:
-        assert is_newest()
-        child_process.note_newest(tmp_path, background.LOCK, "second")
-        assert not is_newest()
-    with child_process.only_one(tmp_path, background.LOCK, "first") as is_newest:
-        assert not is_newest()
 
 
 def test_a_process_of_an_earlier_start_uploads_no_checkpoint_of_a_later_one(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from automodel_ckpt import Checkpointer
 from automodel_ckpt.cli.ckpt import main
 from tests.support.checkpoints import manifest_of
 from tests.support.external_tensors import values
@@ -114,29 +113,6 @@ def test_a_weighted_average_is_the_weighted_mean_and_keeps_dtypes_and_side_files
     assert [source["path"] for source in lineage["averaged_from"]] == paths
     # Other programs and a new run read the result.
     assert values(tmp_path / "out").keys() == found.keys()
-
-
-def test_a_result_that_cannot_be_written_is_no_failed_import(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    paths, _ = models(tmp_path, 2)
-    averaged(tmp_path, *paths)
-    assert main(["average", *paths, "-o", str(tmp_path / "out")]) == 3
-    message = capsys.readouterr().err
-    assert "choose another run directory" in message and "import" not in message
-    (tmp_path / "file").touch()
-    assert main(["average", *paths, "-o", str(tmp_path / "file")]) == 2
-    assert "the run directory is a file" in capsys.readouterr().err
-    (tmp_path / "link").symlink_to("gone")
-    assert main(["average", *paths, "-o", str(tmp_path / "link")]) == 2
-    message = capsys.readouterr().err
-    assert "is a link to a directory that does not exist" in message
-    holder = Checkpointer(tmp_path / "out")
-    holder.save({"model": torch.nn.Linear(1, 1)}, step=8, epoch=0)
-    assert main(["average", *paths, "-o", str(tmp_path / "out"), "--step", "9"]) == 2
-    holder.close()
-    message += capsys.readouterr().err
-    assert "wait until it ends" in message and "checkpoint_dir" not in message
 
 
 def test_a_moving_average_of_the_last_checkpoints_of_a_run_is_that_of_training(

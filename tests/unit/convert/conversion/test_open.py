@@ -171,7 +171,7 @@ def test_what_holds_no_weights_is_refused_with_what_to_name(tmp_path: Path) -> N
         ("missing", "a file of weights is missing"),
         ("twice", "two files hold the tensor 'w'"),
         ("run", "this checkpoint holds no module"),
-        ("whole/epoch_0_step_20/optim", "this directory of a checkpoint holds no module"),
+        ("whole/epoch_0_step_20/optim", "this checkpoint has no such model"),
     ):
         with pytest.raises(CheckpointUnusable, match=what):
             open_weights(tmp_path / name)

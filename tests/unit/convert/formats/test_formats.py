@@ -177,7 +177,7 @@ def test_tensors_that_only_the_index_has_are_reported(
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert main(["import", str(tmp_path), str(tmp_path / "run"), "--dry-run", "--json"]) == 0
     (text,) = json.loads(capsys.readouterr().out)["left_out"]
-    assert text == "1 tensor that the index lists and no file has, such as v"
+    assert text == "tensors that the index lists and no file has: v"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

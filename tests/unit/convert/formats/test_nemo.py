@@ -130,7 +130,7 @@ def test_pack_rejects_links(name: str, tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "code", "hint"),
     [
-        (["pack", "model", "model/new.nemo"], 2, "name a file outside of"),
+        (["pack", "model", "model/new.nemo"], 2, "would be in the directory that it packs"),
         (["pack", "model", "there"], 4, "choose another output path, or add --force"),
         (["pack", "there", "new.nemo"], 3, "`ckpt unpack` unpacks an archive"),
         (["pack", "nowhere", "new.nemo"], 3, "name a directory that `ckpt unpack` wrote"),
@@ -150,7 +150,7 @@ def test_pack_and_unpack_state_what_to_name_instead(
     (tmp_path / "there").touch()
     monkeypatch.chdir(tmp_path)
     assert ckpt.main(words) == code
-    assert hint in capsys.readouterr().err.splitlines()[-1]
+    assert hint in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["model", "there"]
 
 

@@ -268,11 +268,8 @@ def test_adapters_on_fused_experts_are_imported(
     [
         ({"init_lora_weights": "pissa"}, "merge it into its base with peft"),
         ({"trainable_token_indices": [1]}, "merge it into its base with peft"),
-        ({"peft_type": "VERA"}, "merge it into its base with peft"),
         ({"peft_type": "PREFIX_TUNING"}, "continued with peft"),
-        ({"alora_invocation_tokens": [1]}, "continued with peft"),
         ({"target_parameters": ["gate.weight"]}, "merge it into its base with peft"),
-        ({"target_parameters": "gate"}, "merge it into its base with peft"),
     ],
 )
 def test_the_hint_for_another_kind_of_adapter_is_possible(
