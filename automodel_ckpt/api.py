@@ -82,9 +82,8 @@ def _checked_overrides(overrides: Any) -> Mapping[str, Any]:
         return overrides
     raise RecipeError(
         "overrides must be a mapping from keys to values",
-        where="load_recipe(overrides=...)",
-        value=f"{overrides!r:.200}",
-        hint='pass {"optimizer.lr": 1e-5}, for example',
+        "load_recipe(overrides=...)",
+        f"{overrides!r:.200}",
     )
 
 
@@ -95,11 +94,11 @@ def _checked_path(recipe: Any) -> Path:
     except TypeError:
         text = ""
     if not text or "\n" in text or "\0" in text:
-        what = "this is neither the path of a recipe nor a mapping"
-        hint = "pass the path of a YAML file, or its content as a mapping"
-        if "\n" in text:
-            hint = "pass yaml.safe_load(text), or the path of a file with this text"
-        raise RecipeError(what, where="load_recipe(recipe)", value=f"{recipe!r:.200}", hint=hint)
+        raise RecipeError(
+            "this is neither the path of a recipe nor a mapping, such as yaml.safe_load returns",
+            "load_recipe(recipe)",
+            f"{recipe!r:.200}",
+        )
     return Path(text)
 
 
@@ -130,10 +129,9 @@ def train(
     if isinstance(recipe, LoadedRecipe):
         if overrides:
             raise RecipeError(
-                "a loaded recipe takes no overrides",
-                where="train(overrides=...)",
-                value=", ".join(overrides),
-                hint="give them to load_recipe",
+                "a loaded recipe takes no overrides: give them to load_recipe",
+                "train(overrides=...)",
+                ", ".join(overrides),
             )
         loaded = recipe
     else:

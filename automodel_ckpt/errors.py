@@ -57,14 +57,9 @@ def without_hidden(text: str) -> str:
 
 def printable(text: str) -> str:
     """Escape the characters of *text* that control a terminal: controls, escape sequences, direction marks."""
-    if text.isprintable():
-        return text
-    characters = []
-    for character in text:
-        if not character.isprintable():
-            character = character.encode("unicode_escape").decode()
-        characters.append(character)
-    return "".join(characters)
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 @dataclass(frozen=True)
@@ -114,8 +109,7 @@ class AutomodelError(Exception):
     @classmethod
     def all_of(cls, problems: Sequence[Problem]) -> AutomodelError:
         """Return one error that reports all *problems* (at least one), in order."""
-        first = problems[0]
-        error = cls(first.what, where=first.where, value=first.value, hint=first.hint)
+        error = cls(problems[0].what, "", "")
         error.problems = tuple(problems)
         return error
 
@@ -134,17 +128,8 @@ class AutomodelError(Exception):
         return "\n".join(str(problem) for problem in self.problems)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The default would call __init__ with the arguments of Exception, without the keyword arguments.
-        return (_rebuild, (type(self), self.problems, self.__dict__))
-
-
-def _rebuild(
-    cls: type[AutomodelError], problems: tuple[Problem, ...], state: dict[str, object]
-) -> AutomodelError:
-    error = cls.__new__(cls)
-    Exception.__init__(error, problems[0].what)
-    error.__dict__.update(state)
-    return error
+        # The default would call __init__ with the only argument of Exception.
+        return type(self).all_of, (self.problems,), self.__dict__
 
 
 class RecipeError(AutomodelError):
@@ -174,7 +159,7 @@ def unusable(
     what: str, where: object, value: object, hint: str = TAKE_ANOTHER
 ) -> CheckpointUnusable:
     """Return the error for a file or directory *where*, with the *value* that shows the damage."""
-    return CheckpointUnusable(what, where=where, value=value, hint=hint)
+    return CheckpointUnusable(what, where, value, hint)
 
 
 class SaveFailed(AutomodelError):
@@ -211,9 +196,9 @@ def replaced_forward_pass(what: str, hint: str) -> RecipeError:
     """The error of a recipe whose loss has no standard forward pass, on which *what* depends."""
     return RecipeError(
         f"{what} requires the standard forward pass, which this recipe replaces",
-        where="Objective.loss",
-        value="row_loss() was not called for a micro-batch",
-        hint=f"return super().loss(micro_batch), or {hint}",
+        "Objective.loss",
+        "row_loss() was not called for a micro-batch",
+        f"return super().loss(micro_batch), or {hint}",
     )
 
 
@@ -232,6 +217,7 @@ def os_problem(error: OSError, what: str, *, hint: str, restart: str = "") -> Pr
 
 NOT_ALLOWED = (errno_names.EACCES, errno_names.EPERM, errno_names.EROFS)
 """The codes of system calls that the system does not permit."""
+TO_UTF8 = "convert it to UTF-8, for example with iconv"
 PERMISSIONS_HINT = (
     "check the owner and the permissions of the directory, and whether it is mounted read-only"
 )
@@ -350,17 +336,20 @@ def limit_error(error: BaseException) -> SystemLimit | None:
         if isinstance(each, OSError) and each.filename:
             where = str(each.filename)
         first_line = str(each).splitlines()[0] if str(each) else "no message"
-        value = f"{type(each).__name__}: {first_line}{limit.limits()}"
-        return SystemLimit(limit.what, where=where, value=value, hint=limit.hint)
+        return SystemLimit(
+            limit.what,
+            where,
+            f"{type(each).__name__}: {first_line}{limit.limits()}",
+            limit.hint,
+        )
     return None
 
 
 def describe(error: BaseException) -> tuple[int, str]:
     """Return (exit code, message) of an exception. Exceptions of other types are internal errors."""
-    if isinstance(error, Stopped):
-        return error.exit_code, str(error)
     if isinstance(error, AutomodelError):
-        return error.exit_code, f"error: {error}"
+        kind = "" if isinstance(error, Stopped) else "error: "
+        return error.exit_code, f"{kind}{error}"
     if isinstance(error, KeyboardInterrupt):
         # 128 plus the number of SIGINT, as shells report it.
         return 130, "interrupted"

@@ -149,9 +149,9 @@ def template_errors(where: str) -> Iterator[None]:
     except Exception as error:  # a template can raise anything, for example divide by zero
         raise RecipeError(
             "the chat template cannot render this conversation",
-            where=where,
-            value=f"{type(error).__name__}: {str(error)[:500]}",
-            hint="correct the conversation, or the template in the model's chat_template.jinja",
+            where,
+            f"{type(error).__name__}: {str(error)[:500]}",
+            "correct the conversation, or the template in the model's chat_template.jinja",
         ) from error
 
 

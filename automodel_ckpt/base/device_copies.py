@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,40 +16,31 @@ from torch import Tensor
 log = logging.getLogger("automodel_ckpt")
 
 
-class PinnedMemory:
-    """Page-locked memory for tensors on their way to or from a device, or ordinary memory where locking fails."""
-
-    def __init__(self, pin: Callable[[Tensor], Tensor] = Tensor.pin_memory) -> None:
-        """*pin* returns a copy of a tensor in page-locked memory, or raises RuntimeError."""
-        self._pin = pin
-        self._works = True
-
-    def pinned(self, tensor: Tensor) -> Tensor:
-        """A copy of the CPU tensor *tensor* in page-locked memory; *tensor* itself if that fails.
-
-        The first failure is logged, and the system is not asked again.
-        """
-        if not self._works:
-            return tensor
-        try:
-            return self._pin(tensor)
-        except RuntimeError as error:
-            self._works = False
-            reason = str(error).splitlines()[0][:160]
-            log.debug(
-                "page-locked memory is not available; copies to the GPU wait for it: %s", reason
-            )
-            return tensor
+_can_pin = True
 
 
-_pinned_memory = PinnedMemory()
+def _pinned(tensor: Tensor) -> Tensor:
+    """A copy of the CPU tensor *tensor* in page-locked memory; *tensor* itself if that fails.
+
+    The first failure is logged, and the system is not asked again.
+    """
+    global _can_pin
+    if not _can_pin:
+        return tensor
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:
+        _can_pin = False
+        reason = str(error).splitlines()[0][:160]
+        log.debug("page-locked memory is not available; copies to the GPU wait for it: %s", reason)
+        return tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """*tensor* on *device*. A copy to CUDA is queued, and the host continues."""
     if device.type == "cuda" and tensor.is_cpu and not tensor.is_pinned():
         # PyTorch's allocator reuses this memory only after the copy.
-        tensor = _pinned_memory.pinned(tensor)
+        tensor = _pinned(tensor)
     return tensor.to(device, non_blocking=True)
 
 
@@ -58,7 +48,7 @@ def to_host(tensor: Tensor) -> Tensor:
     """Queue a copy of *tensor* to the host. Wait for the device before its values are read."""
     if tensor.is_cpu:
         return tensor
-    target = _pinned_memory.pinned(torch.empty(tensor.shape, dtype=tensor.dtype))
+    target = _pinned(torch.empty(tensor.shape, dtype=tensor.dtype))
     return target.copy_(tensor, non_blocking=True)
 
 

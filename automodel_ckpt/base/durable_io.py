@@ -76,9 +76,9 @@ def fsync_directories(directory: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    """The descriptor of an existing file or directory. Adds *path* to an OSError raised inside the context."""
+    """The descriptor of a file or directory. Adds *path* to an OSError raised inside the context."""
     with naming(path):
-        descriptor = os.open(path, flags | os.O_CLOEXEC)
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
         try:
             yield descriptor
         finally:
@@ -100,16 +100,11 @@ def replace_file(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with naming(temporary):
-            descriptor = os.open(
-                temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
-            )
-            try:
-                write_all(descriptor, memoryview(data), 0)
-                # Before the rename: after a power failure, the name must not refer to an empty file.
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        # The mode 0o666 is reduced by the umask.
+        with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+            write_all(descriptor, memoryview(data), 0)
+            # Before the rename: after a power failure, the name must not refer to an empty file.
+            os.fsync(descriptor)
         os.rename(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -145,15 +140,6 @@ def pid_namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def file_system_at(directory: Path) -> tuple[int, int]:
-    """The :func:`file_system_identity` of a directory. Raises OSError where there is none."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        return file_system_identity(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def file_system_identity(descriptor: int) -> tuple[int, int]:
@@ -215,8 +201,7 @@ def is_abandoned(path: Path, *, after_seconds: float = ABANDONED_SECONDS) -> boo
     For certain, or as far as can be determined: what a process on another node, or before a restart, has made counts
     when it was not touched for *after_seconds*. Raises OSError.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+    with _opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor:
         try:
             is_locked = lock(descriptor)
         except BlockingIOError:
@@ -229,13 +214,12 @@ def is_abandoned(path: Path, *, after_seconds: float = ABANDONED_SECONDS) -> boo
         if is_locked and made_by[:8] == _lock_digits(path.parent):
             return untouched_seconds(path) > UNLOCKED_SECONDS
         return untouched_seconds(path) > after_seconds
-    finally:
-        os.close(descriptor)
 
 
 def _lock_digits(directory: Path) -> str:
     """Equal for two processes only where they share the locks on what is in *directory*."""
-    identity = file_system_at(directory)
+    with _opened(directory, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        identity = file_system_identity(descriptor)
     # Without a boot id, a random value: then no two processes count as sharing locks.
     return _hashed(f"{kernel_boot_id() or uuid.uuid4()} {identity}")[:8]
 

@@ -117,9 +117,7 @@ def resolve_commit(name: str, revision: str | None = None, *, where: str) -> str
     from huggingface_hub import constants
 
     if revision is not None and not is_revision_name(revision):
-        raise RecipeError(
-            "this is not a branch, tag or commit", where=where, value=revision, hint="correct it"
-        )
+        raise RecipeError("this is not a branch, tag or commit", where, revision)
     cached = cached_commit(name, revision)
     if constants.HF_HUB_OFFLINE:
         if cached is None:
@@ -299,10 +297,10 @@ def explain(error: BaseException, name: str, kind: Kind = "model") -> HubProblem
         is_hidden = _status_of(each) == 401 and not has_token
         if isinstance(each, errors.RepositoryNotFoundError) or is_hidden:
             private = "if it is private, the token of `hf auth whoami` has no access"
-            hint = (
-                f"check the name; {private if has_token else 'for a private one, `hf auth login`'}"
+            return HubProblem(
+                f"there is no such {_NAMES[kind]}, or it is private",
+                f"check the name; {private if has_token else 'for a private one, `hf auth login`'}",
             )
-            return HubProblem(f"there is no such {_NAMES[kind]}, or it is private", hint)
         problem = _of_status(each, has_token)
         if problem is not None:
             return problem
@@ -318,7 +316,8 @@ def _of_status(error: BaseException, has_token: bool) -> HubProblem | None:
     status = _status_of(error)
     if status is None or status < 400:
         return None
-    what, hint = f"the Hub rejects the request ({status}): {_message(error)}", "correct it"
+    message = getattr(error, "server_message", None) or str(error)
+    what, hint = f"the Hub rejects the request ({status}): {' '.join(message.split())[:200]}", ""
     if status == 401:
         what = "the Hub rejects the token" if has_token else "the Hub needs a login"
         hint = "`hf auth login` with a valid token, or correct HF_TOKEN"
@@ -355,7 +354,7 @@ def _not_cached(name: str, kind: Kind, cause: str = "") -> HubProblem:
 
 def _error(problem: HubProblem, name: str, revision: str | None, where: str) -> RecipeError:
     value = name if revision is None else f"{name}@{revision}"
-    return RecipeError(problem.what, where=where, value=value, hint=problem.hint)
+    return RecipeError(problem.what, where, value, problem.hint)
 
 
 def explained(
@@ -390,11 +389,6 @@ def _retry_after(error: BaseException) -> float | None:
     headers: Any = getattr(getattr(error, "response", None), "headers", {})
     text = str(headers.get("Retry-After", ""))
     return float(text) if text.isascii() and text.isdigit() else None
-
-
-def _message(error: BaseException) -> str:
-    message = getattr(error, "server_message", None) or str(error)
-    return " ".join(str(message).split())[:200]
 
 
 def _is_connection_error(error: BaseException) -> bool:

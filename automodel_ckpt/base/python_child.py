@@ -276,8 +276,7 @@ def check_temporary_directory() -> None:
     directory = tempfile.gettempdir()
     if len(os.fsencode(directory)) > _MAX_BYTES:
         raise RecipeError(
-            "the path of the temporary directory is too long for the sockets of data workers",
-            where="TMPDIR",
-            value=directory,
-            hint=f"set TMPDIR to a directory with a path of at most {_MAX_BYTES} bytes, such as /tmp",
+            f"the path of the temporary directory has over {_MAX_BYTES} bytes: too long for sockets of data workers",
+            "TMPDIR",
+            directory,
         )

@@ -11,6 +11,8 @@ from typing import Any
 import numpy
 import torch
 
+from automodel_ckpt.base.units import counted
+
 log = logging.getLogger("automodel_ckpt")
 
 
@@ -55,10 +57,22 @@ class StatefulRNG:
         seed_everything(_mixed(*self._place, step))
 
     def state_dict(self) -> dict[str, Any]:
+        version, words, gauss_next = random.getstate()
+        name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
         return {
             "grid": self._grid,
-            "python": _python_state(),
-            "numpy": _numpy_state(),
+            "python": {
+                "version": version,
+                "words": torch.tensor(words, dtype=torch.int64, device="cpu"),
+                "gauss_next": gauss_next,
+            },
+            "numpy": {
+                "name": str(name),
+                "words": torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(gauss),
+            },
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
@@ -66,16 +80,25 @@ class StatefulRNG:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore all generators; CUDA's only if as many devices are visible as in the state, otherwise logs a line."""
         # Restore it last: building objects and iter() of a torch DataLoader draw random numbers.
-        _set_python_state(state["python"])
-        _set_numpy_state(state["numpy"])
+        python, arrays = state["python"], state["numpy"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))
+        words = arrays["words"].numpy().astype(numpy.uint32)
+        place = (arrays["position"], arrays["has_gauss"], arrays["gauss"])
+        numpy.random.set_state((arrays["name"], words, *place))
         torch.set_rng_state(state["torch"])
+        num_saved = len(state["cuda"])
         num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        difference = device_difference(len(state["cuda"]), num_visible)
-        if difference is None and num_visible:
-            torch.cuda.set_rng_state_all(state["cuda"])
-        if difference is not None and self._place[1] == 0:
+        if num_saved == num_visible:
+            if num_visible:
+                torch.cuda.set_rng_state_all(state["cuda"])
+        elif self._place[1] == 0:
             # One line is enough: nodes with other numbers of GPUs are an exception.
-            log.warning("%s", difference)
+            log.warning(
+                "this resume is not bit-exact: the checkpoint has the random state of %s, and %s can be used now, so "
+                "dropout on GPUs draws other numbers (CUDA_VISIBLE_DEVICES selects GPUs)",
+                counted(num_saved, "GPU"),
+                counted(num_visible, "GPU"),
+            )
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -87,56 +110,7 @@ class StatefulRNG:
             self.load_state_dict(state)
 
 
-def device_difference(num_saved: int, num_visible: int) -> str | None:
-    """Why the random states of *num_saved* GPUs cannot be restored on *num_visible*; None when they can."""
-    if num_saved == num_visible:
-        return None
-    return (
-        f"this resume is not bit-exact: the checkpoint has the random state of {_gpus(num_saved)}, and "
-        f"{_gpus(num_visible)} can be used now, so dropout on GPUs draws other numbers "
-        "(CUDA_VISIBLE_DEVICES selects GPUs)"
-    )
-
-
-def _gpus(count: int) -> str:
-    if count == 0:
-        return "no GPU"
-    return "1 GPU" if count == 1 else f"{count} GPUs"
-
-
 def _mixed(seed: int, *parts: int) -> int:
     """A seed per rank that neighbouring seeds and ranks do not share (``SeedSequence`` spreads the bits)."""
     sequence = numpy.random.SeedSequence([seed % 2**64, *parts])
     return int(sequence.generate_state(1, numpy.uint64)[0]) % 2**63
-
-
-def _python_state() -> dict[str, Any]:
-    version, words, gauss_next = random.getstate()
-    return {
-        "version": version,
-        "words": torch.tensor(words, dtype=torch.int64, device="cpu"),
-        "gauss_next": gauss_next,
-    }
-
-
-def _set_python_state(state: Mapping[str, Any]) -> None:
-    random.setstate((state["version"], tuple(state["words"].tolist()), state["gauss_next"]))
-
-
-def _numpy_state() -> dict[str, Any]:
-    name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-    words = torch.from_numpy(numpy.asarray(keys).astype(numpy.int64))
-    return {
-        "name": str(name),
-        "words": words,
-        "position": int(position),
-        "has_gauss": int(has_gauss),
-        "gauss": float(gauss),
-    }
-
-
-def _set_numpy_state(state: Mapping[str, Any]) -> None:
-    words = state["words"].numpy().astype(numpy.uint32)
-    numpy.random.set_state(
-        (state["name"], words, state["position"], state["has_gauss"], state["gauss"])
-    )

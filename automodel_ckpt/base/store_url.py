@@ -14,6 +14,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -60,8 +61,7 @@ def is_store_url(text: str) -> bool:
 
 def extra_of(url: str) -> str:
     """Return the extra of this package that installs the library for *url*. Empty if there is none."""
-    _, extra = _LIBRARIES.get(url.partition("://")[0], ("", ""))
-    return extra
+    return _LIBRARIES.get(url.partition("://")[0], ("", ""))[1]
 
 
 def public(url: str) -> str:
@@ -100,40 +100,43 @@ def check_url(url: str, where: str) -> str:
 
     Raises :class:`RecipeError` for an unknown scheme, for credentials in the URL, and for a URL without a bucket.
     """
-    problem = _problem_of(url)
-    if problem is not None:
-        what, value, hint = problem
-        raise RecipeError(what, where=where, value=value, hint=hint)
-    return url.rstrip("/")
-
-
-def _problem_of(url: str) -> tuple[str, str, str] | None:
-    """Return what is wrong with the URL of a store, the value to show, and what to do, or None when it can be used."""
     match = _URL.match(url)
     scheme = match[1] if match else ""
     if scheme == "hf":
-        hint = (
-            "for models, use the section hub (or `ckpt push RUN hub:ORG/NAME`); for checkpoints, another store, "
-            "or a bucket that is mounted as a directory (file://)"
+        raise RecipeError(
+            "the Hugging Face Hub is not a store of checkpoints",
+            where,
+            public(url),
+            "for models, use the section hub (or `ckpt push RUN hub:ORG/NAME`); for checkpoints, another store, or a "
+            "bucket that is mounted as a directory (file://)",
         )
-        return "the Hugging Face Hub is not a store of checkpoints", public(url), hint
     if scheme not in _LIBRARIES:
-        hint = f"use BUCKET/PATH after one of {', '.join(f'{name}://' for name in _LIBRARIES)}"
-        return "this is not the URL of a store", public(url) if "://" in url else url, hint
+        shown = public(url) if "://" in url else url
+        raise RecipeError(
+            "this is not the URL of a store",
+            where,
+            shown,
+            f"use BUCKET/PATH after one of {', '.join(f'{name}://' for name in _LIBRARIES)}",
+        )
     if any(character < " " for character in url):
         # urlsplit() removes tabs and line breaks.
-        return "the URL of a store contains a control character", repr(public(url)), "remove it"
+        raise RecipeError(
+            "the URL of a store contains a control character", where, repr(public(url))
+        )
     if has_credentials(url):
-        what = "the URL of a store must not contain credentials or options"
-        return what, public(url), _ENVIRONMENT
-    parts = urlsplit(url)
-    has_place = bool(parts.netloc)
-    if scheme in ("file", "memory"):
-        has_place = bool(url.partition("://")[2].strip("/"))
-    if not has_place or ".." in parts.path.split("/"):
-        hint = "use file:///PATH" if scheme == "file" else f"use {scheme}://BUCKET/PATH"
-        return "the URL of a store names no directory in it", url, hint
-    return None
+        raise RecipeError(
+            "the URL of a store must not contain credentials or options",
+            where,
+            public(url),
+            _ENVIRONMENT,
+        )
+    is_local = scheme in ("file", "memory")
+    _, _, place = url.partition("://")
+    has_place = place.strip("/") if is_local else urlsplit(url).netloc
+    if not has_place or ".." in place.split("/"):
+        hint = "use file:///PATH" if is_local else f"use {scheme}://BUCKET/PATH"
+        raise RecipeError("the URL of a store names no directory in it", where, url, hint)
+    return url.rstrip("/")
 
 
 def check_library(url: str, where: str) -> None:
@@ -143,9 +146,9 @@ def check_library(url: str, where: str) -> None:
     if importlib.util.find_spec(library) is None:
         raise RecipeError(
             f"{scheme}:// needs the library {library}, which is not installed",
-            where=where,
-            value=url,
-            hint=f"pip install 'automodel_ckpt[{extra}]'",
+            where,
+            url,
+            f"pip install 'automodel_ckpt[{extra}]'",
         )
 
 
@@ -160,9 +163,9 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
         hint = _ENVIRONMENT if is_secret else f"options are {', '.join(sorted(OPTIONS))}"
         raise RecipeError(
             "a secret must not be in a recipe" if is_secret else "unknown option of a store",
-            where=f"{where}.{name}",
-            value="(not shown)",
-            hint=hint,
+            f"{where}.{name}",
+            "(not shown)",
+            hint,
         )
 
 
@@ -180,20 +183,11 @@ def cache_directory() -> Path:
         return Path(named).expanduser()
     home = Path(os.path.expanduser("~/.cache/automodel_ckpt"))
     # expanduser() returns the text unchanged for a user without a home.
-    if home.is_absolute() and _can_be_written(home):
-        return home
-    return _temporary()
-
-
-def _can_be_written(directory: Path) -> bool:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(directory, os.W_OK | os.X_OK)
-
-
-def _temporary() -> Path:
+    if home.is_absolute():
+        with suppress(OSError):
+            home.mkdir(parents=True, exist_ok=True)
+            if os.access(home, os.W_OK | os.X_OK):
+                return home
     directory = Path(tempfile.gettempdir()) / f"automodel_ckpt-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     # Another user may have created the directory, or a link with its name, to control the data that is trained on.
@@ -225,10 +219,7 @@ def with_remote(options: T, url: str, storage: Callable[..., Any]) -> T:
     checkpoint is kept, and what is not uploaded yet.
     """
     current: Any = options
-    settings = {}
-    if current.remote is not None:
-        for field in dataclasses.fields(current.remote):
-            settings[field.name] = getattr(current.remote, field.name)
+    settings = {} if current.remote is None else dict(vars(current.remote))
     settings["url"] = url.rstrip("/")
     if settings.get("keep_last") is None:
         settings |= {key: getattr(current, key) for key in _KEEP}

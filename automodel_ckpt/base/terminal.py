@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TextIO
 
-from automodel_ckpt.errors import OutputFailed, os_problem, printable, without_hidden
+from automodel_ckpt.errors import AutomodelError, OutputFailed, printable, without_hidden
 
 _STANDARD_OUTPUT = "standard output"
 _COLUMNS = 80
@@ -215,7 +215,7 @@ def naming_output() -> AbstractContextManager[None]:
     return _replaced("stdout", around=_naming_errors)
 
 
-def output_failure(error: BaseException) -> OutputFailed | None:
+def output_failure(error: BaseException) -> AutomodelError | None:
     """Return the error to report if *error* is a failed write to standard output; None otherwise.
 
     Standard output is then redirected to /dev/null: what it still buffers would fail again at exit.
@@ -224,6 +224,8 @@ def output_failure(error: BaseException) -> OutputFailed | None:
     if not isinstance(error, OSError) or error.filename is not _STANDARD_OUTPUT:
         return None
     leave_reader()
-    hint = "write the output to a disk with free space, or to a pipe"
-    problem = os_problem(error, "the output could not be written", hint=hint)
-    return OutputFailed(problem.what, where=problem.where, value=problem.value, hint=problem.hint)
+    return OutputFailed.of_system(
+        error,
+        "the output could not be written",
+        hint="write the output to a disk with free space, or to a pipe",
+    )

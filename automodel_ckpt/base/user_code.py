@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from automodel_ckpt.errors import AutomodelError, Problem
+from automodel_ckpt.errors import AutomodelError
 
 _WRONG_CALL = re.compile(r"([\w.]+)\(\) (?:takes |missing |got )")
 """The message of Python about arguments that a function does not accept."""
@@ -105,10 +105,9 @@ def reporting_user_failures(kind: type[AutomodelError]) -> Iterator[None]:
         location = location_in_user_code(error)
         if location is None:
             raise
-        problem = Problem(
+        raise kind(
             "user code failed",
             location,
             f"{type(error).__name__}: {error}",
             "fix this code, or the arguments that the recipe passes to it",
-        )
-        raise kind.all_of([problem]) from error
+        ) from error

@@ -25,7 +25,7 @@ from automodel_ckpt.base.terminal import (
 )
 from automodel_ckpt.base.version import __version__
 from automodel_ckpt.cli.commands import completion
-from automodel_ckpt.cli.common.arguments import add_usage, resolve_paths
+from automodel_ckpt.cli.common.arguments import CHECK_PATH, add_usage, resolve_paths
 from automodel_ckpt.cli.common.output import problem_json
 from automodel_ckpt.cli.common.remote import reject_urls
 from automodel_ckpt.cli.launch.process import check_working_directory
@@ -37,7 +37,6 @@ from automodel_ckpt.errors import (
     SaveFailed,
     describe,
     limit_error,
-    os_problem,
 )
 
 
@@ -134,7 +133,7 @@ class _Parser(ArgumentParser):
     """An argument parser that raises :class:`RecipeError` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(message, self.prog, "", f"`{self.prog} --help` lists the arguments")
+        raise RecipeError(message, self.prog, "", f"`{self.prog} --help` lists them")
 
 
 def parser(only: str = "") -> ArgumentParser:
@@ -180,18 +179,13 @@ def _run(words: list[str]) -> int:
     except BrokenPipeError:
         leave_reader()
         return EXIT_DONE
-    except (AutomodelError, OSError, KeyboardInterrupt) as error:
-        failure = output_failure(error)
-        if failure is not None:
-            return _report_failure(failure, arguments)
-        limit = limit_error(error) if isinstance(error, OSError) else None
-        return _report_failure(limit or error, arguments)
-    # RuntimeError is what Python raises if no thread can be started, and ImportError for a library without memory.
-    except (RuntimeError, MemoryError, ImportError) as error:
-        limit = limit_error(error)
-        if limit is None:
+    except (AutomodelError, KeyboardInterrupt) as error:
+        return _report_failure(error, arguments)
+    except Exception as error:
+        failure = output_failure(error) or limit_error(error)
+        if failure is None and not isinstance(error, OSError):
             raise
-        return _report_failure(limit, arguments)
+        return _report_failure(failure or error, arguments)
 
 
 def _parsed(words: list[str]) -> Namespace:
@@ -200,40 +194,31 @@ def _parsed(words: list[str]) -> Namespace:
     known = completion.command_options(whole)
     if words and not words[0].startswith("-") and words[0] not in known:
         meant = _OTHER_WORDS.get(words[0])
-        hint = f"here: ckpt {meant}" if meant else _suggestion(words[0], known)
-        hint = hint or "`ckpt --help` lists the commands"
+        hint = f"here: ckpt {meant}" if meant else _suggestion(words[0], known, "ckpt")
         raise RecipeError("unknown command", "ckpt", words[0], hint)
     arguments, unknown = whole.parse_known_args(words)
     arguments.parser = parser
     if not unknown:
         return arguments
-    hint = _suggestion(unknown[0].partition("=")[0], known[arguments.command])
-    raise RecipeError(
-        "unknown arguments",
-        f"ckpt {arguments.command}",
-        " ".join(unknown),
-        hint or f"`ckpt {arguments.command} --help` lists the arguments",
-    )
+    command = f"ckpt {arguments.command}"
+    hint = _suggestion(unknown[0].partition("=")[0], known[arguments.command], command)
+    raise RecipeError("unknown arguments", command, " ".join(unknown), hint)
 
 
-def _suggestion(word: str, names: Iterable[str]) -> str:
-    """The hint with the one of *names* that *word* was probably meant to be; empty if there is none."""
+def _suggestion(word: str, names: Iterable[str], command: str) -> str:
+    """The hint with the one of *names* that *word* was probably meant to be, or how to list those of *command*."""
     from automodel_ckpt.config.schema_keys import closest
 
     meant = closest(word, names)
-    return f"did you mean {meant}?" if meant else ""
+    return f"did you mean {meant}?" if meant else f"`{command} --help` lists them"
 
 
 def _report_failure(error: BaseException, arguments: Namespace) -> int:
     """Print an error, with ``--json`` also as a document on standard output; return the exit code."""
     is_writing = any(verb.name == arguments.command and "writes" in verb.traits for verb in VERBS)
     if isinstance(error, OSError):
-        problem = os_problem(
-            error,
-            "cannot access a file or directory",
-            hint="check the path, its permissions and the free space",
-        )
-        error = (SaveFailed if is_writing else CheckpointUnusable).all_of([problem])
+        kind = SaveFailed if is_writing else CheckpointUnusable
+        error = kind.of_system(error, "cannot access a file or directory", hint=CHECK_PATH)
     elif isinstance(error, SaveFailed) and not is_writing:
         # A store that cannot be read: commands that only read save nothing.
         error = CheckpointUnusable.all_of(error.problems)
@@ -241,7 +226,11 @@ def _report_failure(error: BaseException, arguments: Namespace) -> int:
     print_error(message)
     if getattr(arguments, "json", False) and isinstance(error, AutomodelError):
         problems = [problem_json(problem) for problem in error.problems]
-        print(json.dumps({"error": {"code": code, "problems": problems}}))
+        try:
+            print(json.dumps({"error": {"code": code, "problems": problems}}), flush=True)
+        except OSError as unwritten:
+            # The error is on standard error already, and one of standard output must not follow it.
+            output_failure(unwritten)
     return code
 
 

@@ -36,7 +36,6 @@ from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
 
 if TYPE_CHECKING:
-    from automodel_ckpt.cli.cluster.options import LauncherOptions
     from automodel_ckpt.cli.common.generated_recipe import GeneratedRecipe
     from automodel_ckpt.config.callables.prepare import PreparedRecipe
     from automodel_ckpt.training.recipe import Recipe
@@ -142,7 +141,7 @@ def _run_recipe(line: CommandLine) -> int:
     line.problems += _mode_problems(line)
     launcher = None
     if "write_launcher" in line.modes:
-        from automodel_ckpt.cli.cluster.options import launcher_options
+        from automodel_ckpt.cli.cluster.launcher import launcher_options, write_launcher
 
         launcher = launcher_options(line)
     if "convert_recipe" in line.modes:
@@ -167,7 +166,8 @@ def _run_recipe(line: CommandLine) -> int:
         verb = "wrote" if generated.write() else "using"
         print_error(f"{verb} {path}; to change it, edit it and run `ckpt-train {path}`")
     if launcher is not None:
-        return _write_launcher(loaded, line, launcher)
+        write_launcher(loaded, line, launcher)
+        return EXIT_DONE
     raise_file_limit()
     check_temporary_directory()
     if "show_samples" in line.modes:
@@ -197,20 +197,20 @@ def _generated(line: CommandLine) -> GeneratedRecipe | None:
     return generated_recipe(line)
 
 
+def _mode_problems(line: CommandLine) -> Iterator[Problem]:
+    """Yield the problems of options of a mode without that mode."""
+    for name, needed in _REQUIRED.items():
+        if name in line.modes and needed not in line.modes:
+            flag, other = (f"--{each.replace('_', '-')}" for each in (name, needed))
+            yield Problem(f"{flag} requires {other}", flag, "")
+
+
 def _prepared(loaded: LoadedRecipe, line: CommandLine) -> PreparedRecipe:
     """Import the class of the recipe and its plug-ins. Raises :class:`RecipeError`."""
     from automodel_ckpt.config.callables.prepare import prepare
     from automodel_ckpt.config.callables.trust import Trust
 
     return prepare(loaded, Trust(line.flags.trust))
-
-
-def _mode_problems(line: CommandLine) -> Iterator[Problem]:
-    """Yield the problems of options of a mode without that mode."""
-    for name, needed in _REQUIRED.items():
-        if name in line.modes and needed not in line.modes:
-            flag, other = (f"--{each.replace('_', '-')}" for each in (name, needed))
-            yield Problem(f"{flag} requires {other}", flag, "", f"add {other}")
 
 
 def _dry_run(loaded: LoadedRecipe, line: CommandLine, ranks: int | None) -> int:
@@ -232,28 +232,13 @@ def _dry_run(loaded: LoadedRecipe, line: CommandLine, ranks: int | None) -> int:
     return EXIT_DONE
 
 
-def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions) -> int:
-    """Write the script or manifest of ``--write-launcher``. Raises :class:`RecipeError`."""
-    from automodel_ckpt.cli.cluster.launcher import check_flags, write_launcher
-
-    check_flags(line.flags)
-    check_ranks(loaded, int(line.flags.nnodes) * int(line.flags.nproc_per_node))
-    write_launcher(loaded, line, options)
-    return EXIT_DONE
-
-
 def _show_samples(loaded: LoadedRecipe, line: CommandLine) -> int:
     """Print samples as they are trained. Raises :class:`RecipeError`."""
     from automodel_ckpt.cli.checks.show_samples import report
 
     (text,) = line.modes["show_samples"]
     if not re.fullmatch(r"[0-9]{1,6}", text):
-        raise RecipeError(
-            "--show-samples must be a number of samples",
-            "--show-samples",
-            text,
-            "for example --show-samples 3",
-        )
+        raise RecipeError("--show-samples must be a number of samples", "--show-samples", text)
     loaded, recipe_class = _derived(loaded, line, "--show-samples")
     with reporting_user_failures(RecipeError):
         for each in report(loaded, recipe_class, int(text)):
@@ -318,10 +303,9 @@ def _derived(
     loaded, recipe_class = _prepared(loaded, line)
     if not issubclass(recipe_class, Recipe):
         raise RecipeError(
-            f"{flag} requires a recipe derived from Recipe",
+            f"{flag} requires a recipe derived from automodel_ckpt.training.recipe.Recipe",
             flag,
             f"{recipe_class.__module__}.{recipe_class.__qualname__}",
-            "derive the recipe from automodel_ckpt.training.recipe.Recipe",
         )
     return loaded, recipe_class
 

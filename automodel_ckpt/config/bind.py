@@ -60,6 +60,7 @@ _MAPPINGS = (dict, Mapping)
 INVALID = object()
 CORRECT = "correct the value, or remove the key to use its default"
 """The hint for a value without a better one."""
+LISTED = "ckpt-train --help all lists all keys and options"
 REMOTE_CODE = "trust_remote_code"
 """A key of this name is always a boolean: transformers would take the text ``no`` as true."""
 
@@ -109,19 +110,19 @@ class Binder:
         A section that takes any key has those that are not its fields in ``kwargs``. Elsewhere they are errors.
         """
         assert isinstance(node.value, dict)
-        given = dict(node.value)
         num_before = len(self.problems)
         hints = hints_of(cls)
+        fields = {field.name: field for field in dataclasses.fields(cls)}
         takes_any = getattr(cls, "takes_any", False)
-        fields = [
-            each for each in dataclasses.fields(cls) if not (takes_any and each.name == "kwargs")
-        ]
-        own_names = {field.name for field in fields}
-        others = {name: child for name, child in given.items() if name not in own_names}
+        if takes_any:
+            del fields["kwargs"]
+        others = {name: child for name, child in node.value.items() if name not in fields}
         if not takes_any:
             for name, child in others.items():
                 self._note_unknown(cls, name, child, key)
-        values = {field.name: self._field(field, hints[field.name], node, key) for field in fields}
+        values = {
+            name: self._field(field, hints[name], node, key) for name, field in fields.items()
+        }
         if takes_any:
             outside, self._is_argument = self._is_argument, True
             values["kwargs"] = {
@@ -130,7 +131,7 @@ class Binder:
             self._is_argument = outside
         else:
             # The order of the schema, so that printed recipes can be compared line by line.
-            node.value = {field.name: node.value[field.name] for field in fields} | others
+            node.value = {name: node.value[name] for name in fields} | others
         for relation in getattr(cls, "relations", ()):
             self._check_relation(relation, values, node, key)
         for condition in getattr(cls, "conditions", ()):
@@ -148,9 +149,7 @@ class Binder:
         if key.rpartition(".")[2] == REMOTE_CODE:
             annotation = bool | None
         alternatives = members(annotation)
-        num_before = len(self.problems)
-        self._parse_flag(annotation, node)
-        if len(self.problems) > num_before:
+        if not self._parse_flag(annotation, node):
             return INVALID
         is_empty = node.value == "" and not node.quoted
         if is_empty and not self._accepts_no_content(alternatives, node, key):
@@ -176,33 +175,32 @@ class Binder:
             node.value = {}
         return True
 
-    def _parse_flag(self, annotation: Any, node: Node) -> None:
-        """Parse a flag's ``[1, 2]`` or ``{a: b}`` as YAML if a list or a section is accepted.
+    def _parse_flag(self, annotation: Any, node: Node) -> bool:
+        """Parse a flag's ``[1, 2]`` or ``{a: b}`` as YAML if a list or a section is accepted. False: it is invalid.
 
         Brackets in a text field are characters. If any type is accepted, text that is not valid YAML and Jinja
         templates stay text.
         """
-        if is_text_only(annotation) and node.text is not None:
+        has_brackets_as_text = is_text_only(annotation)
+        if has_brackets_as_text and node.text is not None:
             # It was read as YAML before the parameter's type was known.
             node.value, node.text = node.text, None
         text = node.value
         if not isinstance(text, str) or not node.is_flag or node.quoted:
-            return
+            return True
         accepts_any = any(is_open(member) for member in members(annotation))
+        is_template = text.startswith(("{{", "{%")) and (accepts_any or str in members(annotation))
         if _is_quoted_word(text, accepts_any):
             node.value, node.quoted = text[1:-1], True
-            return
-        if text[:1] not in ("[", "{") or is_text_only(annotation):
-            return
-        accepts_text = accepts_any or str in members(annotation)
-        if accepts_text and text.startswith(("{{", "{%")):
-            return  # a Jinja template
-        problems: list[Problem] = []
-        value = read_text(text, node.origin, problems).value
-        if problems and accepts_any:
-            return
-        self.problems += problems
-        node.value, node.text = value, text
+        elif text.startswith(("[", "{")) and not has_brackets_as_text and not is_template:
+            problems: list[Problem] = []
+            value = read_text(text, node.origin, problems).value
+            if not problems:
+                node.value, node.text = value, text
+            elif not accepts_any:
+                self.problems += problems
+                return False
+        return True
 
     def _field(
         self, field: dataclasses.Field[Any], annotation: Any, section: Node, key: str
@@ -220,12 +218,16 @@ class Binder:
         if node is None or (is_required and node.value == MISSING):
             node = section.value[field.name] = default_node(field, annotation)
             if is_required:
-                hint = f"add {full_key}: {describe(members(annotation))}"
-                self.note(f"{full_key} is missing", section, "", hint)
+                self.note(
+                    f"{full_key} is missing",
+                    section,
+                    "",
+                    f"add {full_key}: {describe(members(annotation))}",
+                )
                 return INVALID
         num_before = len(self.problems)
         value = self.value(annotation, node, full_key)
-        if node.origin == DEFAULT and section.origin != DEFAULT:
+        if node.origin == DEFAULT:
             # What a section lacks that was left out is missing from the one around it.
             for number, problem in enumerate(self.problems[num_before:], num_before):
                 self.problems[number] = dataclasses.replace(problem, where=section.origin)
@@ -342,8 +344,12 @@ class Binder:
             node = section.at(name)
             # Values are compared, not origins: config.yaml of a checkpoint contains every default.
             if node is not None and is_changed(cls, values, name):
-                what = f"{join(key, name)} has no effect: {condition.reason}"
-                self.note(what, node, node, condition.hint)
+                self.note(
+                    f"{join(key, name)} has no effect: {condition.reason}",
+                    node,
+                    node,
+                    condition.hint,
+                )
 
     def _note_unknown(self, cls: type[Any], name: str, node: Node, key: str) -> None:
         if self.open_top and not key:
@@ -361,24 +367,16 @@ class Binder:
             # The key may be right, but in the wrong section.
             known = [each for each in keys_of(self.schema) if each.rpartition(".")[2] == name]
             meant = known[:_MAX_MEANT] or meant
-        hint = "remove it; ckpt-train --help all lists all keys"
-        if meant:
-            hint = f"did you mean {' or '.join(meant)}?"
+        hint = f"did you mean {' or '.join(meant)}?" if meant else LISTED
         self.note(f"unknown key {full}", node, node, hint)
 
     def _note_invalid(
-        self, key: str, node: Node, expected: str, listed: Iterable[str] = (), hint: str = ""
+        self, key: str, node: Node, expected: str, listed: Sequence[str] = (), hint: str = ""
     ) -> Any:
-        listed = list(listed)
         meant = closest(str(node.value), listed) or _ABBREVIATIONS.get(str(node.value).lower())
         if meant in listed:
             hint = f"did you mean {meant}?"
-        self.note(
-            f"{key} must be {expected}",
-            node,
-            node,
-            hint or CORRECT,
-        )
+        self.note(f"{key} must be {expected}", node, node, hint or CORRECT)
         return INVALID
 
     def note(self, what: str, node: Node, value: object, hint: str) -> None:

@@ -220,8 +220,7 @@ def check_overrides(
         flag = next((each for each in overridden if _overlap(each, change.key)), None)
         if flag is not None:
             problems.append(override_problem(flag, change, checkpoint))
-    if problems:
-        raise RecipeError.all_of(problems)
+    RecipeError.check(problems)
 
 
 def override_problem(flag: str, change: Change, checkpoint: Path) -> Problem:

@@ -73,13 +73,6 @@ class LoadedRecipe:
         """Dotted key of each value -> ``default``, ``file:line`` or the flag."""
         return {key: node.origin for key, node in values(self.tree)}
 
-    def with_schema(self, schema: type[RecipeConfig]) -> LoadedRecipe:
-        """Validate the parsed file and the overrides against the dataclass of a custom recipe.
-
-        Raises :class:`RecipeError` with all problems.
-        """
-        return bind_recipe(self.path, self.parsed, self.overrides, schema=schema)
-
     def with_overrides(self, more: Sequence[Override]) -> LoadedRecipe:
         """Validate the parsed file with further overrides, which take precedence.
 
@@ -101,20 +94,6 @@ class LoadedRecipe:
         return "".join(
             f"{f'{text:{width}}  # {origin}' if origin else text}\n" for text, origin in rows
         )
-
-    def converted(self) -> str:
-        """Return a recipe of NeMo AutoModel as YAML of this program, with comments. Raises :class:`RecipeError`."""
-        from automodel_ckpt.config.automodel.translation import RECIPES, converted_text
-
-        if self.translated is None:
-            hint = f"NeMo AutoModel has recipe: {' or '.join(RECIPES)}; axolotl has base_model, "
-            raise RecipeError(
-                "this is not a recipe of NeMo AutoModel, axolotl, LLaMA-Factory or TRL",
-                where=str(self.path),
-                value=f"recipe: {self.tree.at('recipe')}",
-                hint=f"{hint}LLaMA-Factory and TRL have model_name_or_path",
-            )
-        return converted_text(str(self.path), self.parsed, self.translated, self.tree, self.notices)
 
 
 def load_recipe(
@@ -158,7 +137,7 @@ def convert_recipe(
     Raises:
         RecipeError: with all problems of the file and the overrides.
     """
-    from automodel_ckpt.config.automodel.translation import converted_text
+    from automodel_ckpt.config.automodel.translation import RECIPES, converted_text
     from automodel_ckpt.config.other_recipes import translate
 
     found = list(problems)
@@ -166,14 +145,23 @@ def convert_recipe(
     parsed = _parsed(path, found)
     program = program_of(parsed)
     if program is None:
-        return bind_recipe(path, parsed, overrides, problems=found).converted()
+        loaded = bind_recipe(path, parsed, overrides, problems=found)
+        if loaded.translated is None:
+            raise RecipeError(
+                "this is not a recipe of NeMo AutoModel, axolotl, LLaMA-Factory or TRL",
+                path,
+                f"recipe: {loaded.tree.at('recipe')}",
+                f"NeMo AutoModel has recipe: {' or '.join(RECIPES)}; axolotl has base_model, LLaMA-Factory and TRL "
+                "have model_name_or_path",
+            )
+        return converted_text(str(path), parsed, loaded.translated, loaded.tree, loaded.notices)
+    kind = None
     for each in overrides:
+        kind = str(each.node.value)
         if each.key != "recipe":
-            hint = "convert the file first, and override keys of the result"
-            found.append(Problem("only recipe can be overridden here", each.node.origin, "", hint))
-    if found:
-        raise RecipeError.all_of(found)
-    kind = next((str(each.node.value) for each in overrides if each.key == "recipe"), None)
+            what = "only recipe can be overridden here: override other keys of the result"
+            found.append(Problem(what, each.node.origin, ""))
+    RecipeError.check(found)
     keys = {node.origin for _, node in parsed.children()}
     rejected: dict[str, str] = {}
     while True:
@@ -201,7 +189,10 @@ def _parsed(path: Path, problems: list[Problem], text: str | None = None) -> Nod
     elif os.path.isfile(path) or is_stream(path):
         parsed = read_with_bases(path, problems)
     else:
-        raise RecipeError.all_of([*problems, _missing_file(path)])
+        what = "the recipe path is a directory" if os.path.isdir(path) else "recipe file not found"
+        hint = "correct the path; ckpt-train --list lists the example recipes"
+        problems.append(Problem(what, str(path.absolute()), "", hint))
+        raise RecipeError.all_of(problems)
     if parsed is None:
         raise RecipeError.all_of(problems)
     return parsed
@@ -226,7 +217,7 @@ def bind_recipe(
         RecipeError: with all problems of the file and the overrides.
     """
     found = list(problems)
-    # graft and Binder change the tree, but with_overrides and with_schema need the parsed one.
+    # graft and Binder change the tree, but the parsed one may be bound again.
     root = parsed.copy()
     for override in overrides:
         graft(root, override, found)
@@ -258,8 +249,7 @@ def bind_recipe(
     found += sample_problems(root)
     if check is not None:
         found += check(root)
-    if found:
-        raise RecipeError.all_of(distinct(_shown(found, path)))
+    RecipeError.check(distinct(_shown(found, path)))
     return LoadedRecipe(
         config,
         path,
@@ -278,8 +268,12 @@ def _translated(root: Node, path: Path) -> Work | None:
     """
     program = program_of(root)
     if program is not None:
-        hint = f"ckpt-train --convert-recipe {path} > recipe.yaml writes it as a recipe of this program"
-        raise RecipeError(f"this is a recipe of {program}", where=str(path), value="", hint=hint)
+        raise RecipeError(
+            f"this is a recipe of {program}",
+            str(path),
+            "",
+            f"ckpt-train --convert-recipe {path} > recipe.yaml writes it as a recipe of this program",
+        )
     if is_own(str(root.at("recipe"))):
         return None
     from automodel_ckpt.config.automodel.translation import translate
@@ -321,10 +315,3 @@ def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
         problems.append(Problem("unknown recipe", node.origin, name, hint))
         name = meant or "llm_finetune"
     return not names.get(name, "").startswith("automodel_ckpt.")
-
-
-def _missing_file(path: Path) -> Problem:
-    """Describe a recipe path that is not a file."""
-    what = "the recipe path is a directory" if os.path.isdir(path) else "recipe file not found"
-    hint = "correct the path; ckpt-train --list lists the example recipes"
-    return Problem(what, str(path.absolute()), "", hint)

@@ -216,7 +216,7 @@ def _number(node: Node) -> float:
     number = value_of(node)
     if isinstance(number, int | float):
         return number
-    raise RecipeError("must be a number", where=node.origin, value=str(node), hint="correct it")
+    raise RecipeError("must be a number", node.origin, node)
 
 
 def _listed(node: Node | None) -> Node:
@@ -236,8 +236,8 @@ def _kind(section: Section, work: Conversion, recipe: str | None) -> Node:
     if section.text("pref_loss") == "orpo":
         text = "orpo"
     if text not in _KINDS:
-        hint = f"there are {', '.join(_KINDS)}"
-        raise RecipeError(f"{name}: no such training", where=node.origin, value=text, hint=hint)
+        what = f"{name}: no such training; there are {', '.join(_KINDS)}"
+        raise RecipeError(what, node.origin, text)
     if text == "ipo":
         section.put_root("dpo.loss", work.made("ipo"))
     if work.program == TRL and recipe is None:
@@ -256,8 +256,6 @@ def _model(section: Section, work: Conversion) -> None:
     if fp16 is not None:
         section.degraded("fp16", fp16, "float16 needs a loss scaler: bfloat16 is used")
         bf16 = fp16
-    if bf16 is not None and bf16.value == "full":
-        section.degraded("bf16", bf16, "weights stay in float32, unless model.dtype is bfloat16")
     if bf16 is not None and bf16.value != "auto":
         ours = replace(bf16, value="bfloat16" if is_enabled(bf16) else "none")
         section.put_root("distributed.mixed_precision", ours)
@@ -274,13 +272,12 @@ def _adapters(section: Section, work: Conversion) -> None:
     quantized = of_8_bits or section.flag("load_in_4bit") or bits
     if quantized is None and method == "qlora":
         quantized = kind
-    type_of_4_bits = section.text("bnb_4bit_quant_type") or "nf4"
-    section.take("bnb_4bit_quant_type")
+    of_4_bits = section.take("bnb_4bit_quant_type") or work.made("nf4")
     if method in ("lora", "qlora", "true"):
         section.put_root("peft.method", replace(kind, value="lora"))
         _layers(section, work)
         if quantized is not None:
-            word = "int8" if of_8_bits else type_of_4_bits
+            word = "int8" if of_8_bits else of_4_bits.value
             section.put_root("peft.quantize_base", replace(quantized, value=word))
     else:
         if method not in ("full", "false"):
@@ -354,25 +351,25 @@ def _of_axolotl(section: Section, work: Conversion, name: str) -> Iterator[dict[
     """Translate the entries of the key *name*."""
     entries = section.peek(name)
     if entries is not None and not isinstance(entries.value, list):
-        what, hint = f"{name} must be a list", "begin each data set with a dash"
-        raise RecipeError(what, where=entries.origin, value=str(entries), hint=hint)
+        raise RecipeError(f"{name} must be a list of data sets", entries.origin, entries)
     for number, _ in enumerate(entries.children() if entries is not None else ()):
         entry = section.inner(f"{name}.{number}")
         given = _moved(entry, "path data_files:path name split revision")
         kind = entry.take("type") or work.made("chat_template")
         word = re.split("[:.]", str(kind))[0]
         builder = _BUILDERS[work.recipe]
-        made: dict[str, str] = {}
         if work.recipe != "llm_finetune":
             text = "the tokenizer's chat template is used; look at --show-samples"
             entry.note("type", kind, text)
         elif word not in _TYPES:
-            hint = "use text.prompt_completion with prompt_field and completion_field"
-            entry.degraded("type", kind, f"no equivalent: {hint}")
+            text = (
+                "no equivalent: use text.prompt_completion with prompt_field and completion_field"
+            )
+            entry.degraded("type", kind, text)
         else:
             builder = _TYPES[word]
-            made = _ALPACA if word == "alpaca" else {}
             given |= _moved(entry, "field" if word == "completion" else "")
+        made = _ALPACA if builder == "text.prompt_completion" else {}
         names = " ".join(f"field_{pair}" for pair in _FIELDS[builder].split())
         yield _set(work, builder, given | _moved(entry, names), **made)
         entry.apply(_ENTRY)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_ckpt.config.bind import Binder
+from automodel_ckpt.config.bind import LISTED, Binder
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import (
@@ -80,10 +80,10 @@ class CommandLine:
     problems: list[Problem] = field(default_factory=list)
 
 
-def parse(arguments: Sequence[str], schema: type[RecipeConfig] = RecipeConfig) -> CommandLine:
+def parse(arguments: Sequence[str]) -> CommandLine:
     """Parse a command line; flags, recipe and overrides may be in any order."""
     words = list(arguments)
-    parser = _Parser(schema)
+    parser = _Parser()
     while words:
         parser.take(words)
     return parser.finish()
@@ -92,8 +92,7 @@ def parse(arguments: Sequence[str], schema: type[RecipeConfig] = RecipeConfig) -
 class _Parser:
     """Parses arguments from left to right. Binding the launch flags, in :meth:`finish`, is the last step."""
 
-    def __init__(self, schema: type[RecipeConfig]) -> None:
-        self.schema = schema
+    def __init__(self) -> None:
         self.line = CommandLine()
         self.launch: dict[str, Node] = {}
 
@@ -109,18 +108,16 @@ class _Parser:
         elif not word.startswith("-") or word == "-":
             self.line.words.append(word)
         elif not word.startswith("--") or word == "--":
-            self._note(word, f"unknown argument {word}", "ckpt-train --help all lists all options")
+            self._note(word, f"unknown argument {word}", LISTED)
         else:
             flag, equals, value = word.partition("=")
             self._option(flag, value if equals else None, words)
 
     def finish(self) -> CommandLine:
-        run_name = self.launch.get("run_name")
-        if run_name is not None:
+        if run_name := self.launch.get("run_name"):
             self.line.overrides.append(Override(_RUN_DIRECTORY, run_name, is_below=True))
         tree = Node(dict(self.launch), "command line")
-        binder = Binder(LaunchFlags, self.line.problems)
-        flags = binder.section(LaunchFlags, tree, "")
+        flags = Binder(LaunchFlags, self.line.problems).section(LaunchFlags, tree, "")
         if isinstance(flags, LaunchFlags):  # INVALID otherwise, with a problem in the line
             self.line.flags = flags
         return self.line
@@ -133,8 +130,9 @@ class _Parser:
             self._launch(flag, name, value, words)
         elif name in _CONFIG:
             self._recipe(flag, value, words)
-        elif "." not in name and (meant := self._meant_flag(name)):
-            self._note(flag, f"unknown option {flag}", f"did you mean {meant}?")
+        elif meant := self._meant_flag(name):
+            hint = f"did you mean --{meant.replace('_', '-')}?"
+            self._note(flag, f"unknown option {flag}", hint)
         else:
             self._override(flag, value, words)
 
@@ -147,7 +145,7 @@ class _Parser:
         given = [value] if value is not None else words[: len(names)]
         if len(given) != len(names):
             expected = " ".join(names) or "no value"
-            self._note(flag, f"{flag} takes {expected}", "ckpt-train --help all lists all options")
+            self._note(flag, f"{flag} takes {expected}", LISTED)
             return
         if value is None:
             del words[: len(given)]
@@ -169,9 +167,9 @@ class _Parser:
 
     def _override(self, flag: str, value: str | None, words: list[str]) -> None:
         """Parse ``--key value``. The type of the key decides whether the next argument is its value."""
-        key = with_underscores(self.schema, flag[2:])
+        key = with_underscores(RecipeConfig, flag[2:])
         if value is None:
-            value = self._value_of(flag, annotation_at(self.schema, key) or Any, words)
+            value = self._value_of(flag, annotation_at(RecipeConfig, key) or Any, words)
         if value is not None:
             # An empty value of the shell is empty text. Unquoted, it would mean an empty section.
             node = Node(value, flag, quoted=value == "")
@@ -181,12 +179,12 @@ class _Parser:
         """Take the value of a key from the next argument; ``true`` for a boolean without a value."""
         kinds = members(annotation)
         if bool in kinds and set(kinds) <= {bool, type(None)}:
-            optional = type(None) in kinds
+            accepted = TRUE_WORDS | FALSE_WORDS
+            if type(None) in kinds:
+                accepted |= NULL_WORDS
             # The next argument may be the recipe: --deterministic recipe.yaml.
-            accepted = TRUE_WORDS | FALSE_WORDS | (NULL_WORDS if optional else frozenset())
-            if words and {words[0], words[0].lower()} & accepted:
-                return words.pop(0)
-            return "true"
+            is_value = words and {words[0], words[0].lower()} & accepted
+            return words.pop(0) if is_value else "true"
         is_last = not words or words[0].startswith("--")
         # Words beside true and false: --model.activation_checkpointing recipe.yaml.
         is_switch = bool in kinds and any(
@@ -211,10 +209,9 @@ class _Parser:
             self.line.words.append(path)
 
     def _meant_flag(self, name: str) -> str | None:
-        if name in hints_of(self.schema) or name in OTHER_NAMES:
+        if "." in name or name in hints_of(RecipeConfig) or name in OTHER_NAMES:
             return None
-        meant = closest(name, [*_LAUNCH, *MODES])
-        return f"--{meant.replace('_', '-')}" if meant else None
+        return closest(name, [*_LAUNCH, *MODES])
 
     def _note(self, flag: str, what: str, hint: str) -> None:
         self.line.problems.append(Problem(what, flag, "", hint))
@@ -232,12 +229,11 @@ def graft(root: Node, override: Override, problems: list[Problem]) -> None:
             section = _container(_child(section, part, origin), origin, problems)
         _put(section, last, override.node)
     except LookupError as error:
-        what = f"{override.key} cannot be set: {error.args[0]}"
         problems.append(
             Problem(
-                what,
+                f"{override.key} cannot be set: {error}",
                 origin,
-                str(override.node),
+                override.node,
                 "ckpt-train --print-config shows the current values",
             )
         )

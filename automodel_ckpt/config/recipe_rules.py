@@ -12,7 +12,7 @@ from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.keys.monitoring import EvaluationConfig, HarnessConfig
 from automodel_ckpt.config.registry import is_own
 from automodel_ckpt.config.schema_keys import is_changed
-from automodel_ckpt.config.tree.rules import Condition, Relation, Target
+from automodel_ckpt.config.tree.rules import Condition, Relation, Target, asks, excludes, needs
 from automodel_ckpt.errors import Problem
 
 KIND_SECTIONS: dict[str, tuple[str, ...]] = {
@@ -72,20 +72,6 @@ def can_go_back(recipe: Any) -> bool:
     return bool(steps.on_spike.rollback <= longest)
 
 
-def _value_of(recipe: Any, key: str) -> Any:
-    """The value at a dotted key. Returns None when a section of it is missing, or is another kind of section."""
-    value = recipe
-    for name in key.split("."):
-        value = getattr(value, name, None)
-    return value
-
-
-def _asks(recipe: Any, key: str) -> bool:
-    """Whether the value at a dotted key requests something: it is not null, false, empty, or a size of 1."""
-    value = _value_of(recipe, key)
-    return bool(value) and not (key.endswith("_size") and value == 1)
-
-
 _NOT_BOTH = """
 packed_sequence | dataloader.collate_fn | remove one of them: packing requires the built-in collator
 pretrain.z_loss | model.mtp | remove one of them
@@ -128,17 +114,13 @@ def _cells(table: str) -> Iterator[list[str]]:
 def _pairs() -> Iterator[Relation]:
     """The relations in the tables above."""
     for first, second, hint, why, *_ in _cells(_NOT_BOTH):
-
-        def is_single(recipe: Any, first: str = first, second: str = second) -> bool:
-            return not (_asks(recipe, first) and _asks(recipe, second))
-
         names = f"{first} and {second.removeprefix('distributed.')}"
         problem = f"{names} cannot be combined{f': {why}' if why else ''}"
-        yield Relation((first, second), is_single, problem, hint)
+        yield excludes(first, second, problem, hint)
     for section, why, hint, *_ in _cells(_NEED_MODELS):
 
         def has_model(recipe: Any, section: str = section) -> bool:
-            return not _asks(recipe, section) or isinstance(recipe.model, ModelConfig)
+            return not asks(recipe, section) or isinstance(recipe.model, ModelConfig)
 
         problem = f"{section} cannot be used with model._target_: {why}"
         hint = f"{hint}, or remove the section {section}"
@@ -167,9 +149,14 @@ def _kind_relations() -> tuple[Relation, ...]:
             is_given = getattr(recipe, section) is not None
             return not is_given or recipe.recipe in names or not is_own(recipe.recipe)
 
-        problem = f"only the recipe {names} reads the section {section}"
-        hint = f"set recipe: {recipes[0]}, or remove the section"
-        relations.append(Relation((section,), is_read, problem, hint))
+        relations.append(
+            Relation(
+                (section,),
+                is_read,
+                f"only the recipe {names} reads the section {section}",
+                f"set recipe: {recipes[0]}, or remove the section",
+            )
+        )
     return tuple(relations)
 
 
@@ -253,7 +240,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(
         ("model.mtp.weights", "peft"),
         lambda recipe: (
-            not _asks(recipe, "model.mtp")
+            not asks(recipe, "model.mtp")
             or recipe.peft is None
             or (recipe.model.mtp.weights == "base" and recipe.model.from_config is None)
         ),
@@ -298,24 +285,21 @@ CONDITIONS: tuple[Condition, ...] = (
         "nothing is measured without validation data",
         "add a validation_dataset section, or remove the key",
     ),
-    Condition(
-        ("checkpoint.export_ema",),
-        ("ema",),
-        lambda recipe: recipe.ema is not None,
+    needs(
+        "checkpoint.export_ema",
+        "ema",
         "there is no average of the weights without the section ema",
         "add the section (ema: {decay: 0.999}), or remove the key",
     ),
-    Condition(
-        ("step_scheduler.on_spike",),
-        ("checkpoint.enabled",),
-        lambda recipe: recipe.checkpoint.enabled,
+    needs(
+        "step_scheduler.on_spike",
+        "checkpoint.enabled",
         "without checkpoints, a run cannot go back",
         "set checkpoint.enabled true, or remove on_spike",
     ),
-    Condition(
-        ("pretrain.split_documents", "pretrain.attend_across_documents"),
-        ("packed_sequence",),
-        lambda recipe: recipe.packed_sequence is not None,
+    needs(
+        "pretrain.split_documents pretrain.attend_across_documents",
+        "packed_sequence",
         "without packed_sequence, no row has two documents",
         "add a packed_sequence section with the size of a row, or remove the key",
     ),
@@ -339,18 +323,22 @@ def _changed_keys(section: Any, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+_FOR_CHECKPOINTS = (
+    "checkpoint.",
+    "logging.sample_ids",
+    "step_scheduler.ckpt_",
+    "step_scheduler.mtbf_hours",
+)
+
+
 def unused_without_checkpoints(recipe: Any) -> list[str]:
     """Changed keys that have no effect because ``checkpoint.enabled`` is false."""
     if recipe.checkpoint.enabled:
         return []
-    prefixes = ["checkpoint.", "step_scheduler.mtbf_hours", "logging.sample_ids"]
-    for name in vars(recipe.step_scheduler):
-        if name.startswith("ckpt_"):
-            prefixes.append(f"step_scheduler.{name}")
     return [
         key
         for key in _changed_keys(recipe)
-        if key.startswith(tuple(prefixes)) and key != "checkpoint.enabled"
+        if key.startswith(_FOR_CHECKPOINTS) and key != "checkpoint.enabled"
     ]
 
 
@@ -368,9 +356,10 @@ def unsupported_keys(config: Any, table: Iterable[Unsupported]) -> list[Problem]
     """Describe each key of *table* that is set in *config*."""
     problems = []
     for row in table:
-        value = _value_of(config, row.key)
-        is_size = isinstance(value, int)
-        if value is None or (is_size and value <= 1):
+        value: Any = config
+        for name in row.key.split("."):
+            value = getattr(value, name, None)
+        if value is None or (isinstance(value, int) and value <= 1):
             continue
         what = f"the recipe {config.recipe} does not support {row.key}: {row.reason}"
         hint = row.hint or f"remove {row.key}"

@@ -7,13 +7,11 @@ a builder of the user can have samples of any kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 
 from automodel_ckpt.config.registry import own_name
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import join
-from automodel_ckpt.config.tree.references import is_reference
 from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
@@ -105,6 +103,10 @@ SAMPLE_KINDS: tuple[SampleKind, ...] = (
 
 _OF_BUILDER = {f"{_PACKAGE}{name}": kind for kind in SAMPLE_KINDS for name in kind.builders}
 _OF_RECIPE = {recipe: kind for kind in SAMPLE_KINDS for recipe in kind.recipes}
+_DATA_SETS = re.compile(
+    r"(dataset|validation_dataset|validation_datasets\.[^.]+)(\.sources\.[^.]+)*"
+)
+"""The keys of data sets, and of the sources of mixtures."""
 
 
 def recipes_of_builder(name: str) -> tuple[str, ...]:
@@ -123,43 +125,23 @@ def sample_problems(root: Node) -> list[Problem]:
     collates = root.at("dataloader.collate_fn")
     has_collate_fn = collates is not None and not collates.is_null
     problems = []
-    for key, target in _targets(root):
+    for place, target in root.walk():
+        key, _, name = place.rpartition(".")
+        if name != "_target_" or not _DATA_SETS.fullmatch(key):
+            continue
+        mixture = root.at(f"{key.rpartition('.sources.')[0]}._target_")
+        if mixture is not None and mixture.value != MIXTURE:
+            continue
         kind = _OF_BUILDER.get(str(target.value))
         # A function of the user may collate samples of any kind, if the recipe can build them.
-        if kind in (None, expected) or (has_collate_fn and kind.needs is None):
+        if kind is None or kind is expected or (has_collate_fn and kind.needs is None):
             continue
-        problems.append(_problem(recipe, expected, kind, key, target))
+        problems.append(
+            Problem(
+                f"the recipe {recipe} trains on {expected.samples}, and {key} has {kind.samples}",
+                target.origin,
+                target.value,
+                f"use a builder such as {_PACKAGE}{expected.builders[0]}, or set recipe: {' or '.join(kind.recipes)}",
+            )
+        )
     return problems
-
-
-def _problem(
-    recipe: str, expected: SampleKind, kind: SampleKind, key: str, target: Node
-) -> Problem:
-    return Problem(
-        f"the recipe {recipe} trains on {expected.samples}, and {key} has {kind.samples}",
-        target.origin,
-        target.value,
-        f"use a builder such as {_PACKAGE}{expected.builders[0]}, or set recipe: {' or '.join(kind.recipes)}",
-    )
-
-
-def _targets(root: Node) -> Iterator[tuple[str, Node]]:
-    """Yield (key of the data set, its ``_target_``) of each data set of a recipe, and of each source of a mixture."""
-    for key in ("dataset", "validation_dataset"):
-        node = root.at(key)
-        if node is not None:
-            yield from _targets_in(node, key)
-    sets = root.at("validation_datasets")
-    for name, node in sets.children() if sets is not None else ():
-        yield from _targets_in(node, join("validation_datasets", name))
-
-
-def _targets_in(section: Node, key: str) -> Iterator[tuple[str, Node]]:
-    target = section.at("_target_")
-    if target is None or not isinstance(target.value, str) or is_reference(target.value):
-        return
-    yield key, target
-    sources = section.at("sources")
-    if target.value == MIXTURE and sources is not None:
-        for name, node in sources.children():
-            yield from _targets_in(node, join(join(key, "sources"), name))

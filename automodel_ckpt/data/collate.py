@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.base.labels import IGNORE_INDEX as IGNORE_INDEX
 from automodel_ckpt.errors import RecipeError
 
 
@@ -89,8 +90,6 @@ Item = Mapping[str, Any]
 """A row or a sample with any fields."""
 State = dict[str, Any]
 """A state as checkpoints store it."""
-IGNORE_INDEX = -100
-"""The label of a position without a label, as in transformers and ``torch.nn.functional.cross_entropy``."""
 
 
 class PadCollator:

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_ckpt.base.labels import IGNORE_INDEX as IGNORE_INDEX
 from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.errors import RecipeError
 
-IGNORE_INDEX = -100
 _NUM_TRIED = 16
 _MEAN_TOLERANCE = 0.02
 """The relative difference by which two equal means in bfloat16 may differ; a sum doubles."""

@@ -156,16 +156,6 @@ CASES = {
             "trust_remote_code: also needs --trust trust_remote_code",
         ],
     ),
-    "LLaMA-Factory, DPO": (
-        FACTORY.replace("stage: sft", "stage: dpo\npref_beta: 0.2\npref_loss: simpo"),
-        [],
-        {
-            "recipe": "dpo",
-            "dpo.beta": 0.2,
-            "dataset.sources.set1._target_": "automodel_ckpt.data.preference.pairs",
-        },
-        ["pref_loss simpo: no equivalent (dpo.loss must be"],
-    ),
     "TRL": (
         TRL,
         [],

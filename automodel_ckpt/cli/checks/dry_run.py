@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.base.durable_io import overlay_warning
+from automodel_ckpt.base.durable_io import free_bytes, overlay_warning
 from automodel_ckpt.base.store_url import is_store_url, is_url
 from automodel_ckpt.base.units import counted, size_text
 from automodel_ckpt.checkpoint.files import layout
@@ -42,6 +42,17 @@ if TYPE_CHECKING:
 Rows = Iterator[tuple[str, str]]
 """Title and text of each line of the report; lines without a title continue the line before."""
 _DATA = ("dataset", "validation_dataset")
+_PARTS = [
+    "weights",
+    "gradients",
+    "optimizer",
+    "average",
+    "others",
+    "gathered",
+    "activations",
+    "process",
+]
+_PART_TITLES = {"others": "other models"}
 # How many changes the report lists.
 _MAX_LINES = 12
 
@@ -96,7 +107,7 @@ def _check_data(loaded: LoadedRecipe) -> None:
                 "a dry run does not read data that need credentials",
                 value.node.origin,
                 f"{value.key}: {value.node}",
-                "copy a part of the data to a local file for the dry run, or start without --dry-run",
+                "copy a part of the data to a local file for the dry run, or start without it",
             )
 
 
@@ -179,19 +190,12 @@ def _device_rows(plan: Plan) -> Rows:
 
 
 def _memory_text(memory: Memory) -> str:
-    parts = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "average": memory.average,
-        "other models": memory.others,
-        "gathered": memory.gathered,
-        "activations": memory.activations,
-        "process": memory.process,
-    }
-    listed = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
+    parts = []
+    for name in _PARTS:
+        if nbytes := getattr(memory, name):
+            parts.append(f"{_PART_TITLES.get(name, name)} {size_text(nbytes)}")
     unknown = "" if memory.activations is not None else "; activations unknown"
-    return f"about {size_text(memory.total)} per rank: {listed}{unknown}"
+    return f"about {size_text(memory.total)} per rank: {', '.join(parts)}{unknown}"
 
 
 def _micro_batch_text(shape: MicroBatchShape) -> str:
@@ -204,8 +208,6 @@ def _micro_batch_text(shape: MicroBatchShape) -> str:
 
 def _space_text(nbytes: int, what: str, directory: str) -> str:
     """Describe the space that *what* takes in a *directory*, and whether its file system has enough."""
-    from automodel_ckpt.base.durable_io import free_bytes
-
     free = free_bytes(Path(directory))
     text = f"{size_text(nbytes)} {what} in {directory}; {size_text(free)} free"
     return f"{text}, NOT ENOUGH" if nbytes > free else text
@@ -213,11 +215,11 @@ def _space_text(nbytes: int, what: str, directory: str) -> str:
 
 def _listed(title: str, lines: Sequence[str]) -> Rows:
     """Yield at most _MAX_LINES of *lines*, the first one with the title."""
-    shown = [*lines[:_MAX_LINES]]
+    for line in lines[:_MAX_LINES]:
+        yield title, line
+        title = ""
     if len(lines) > _MAX_LINES:
-        shown.append(f"and {len(lines) - _MAX_LINES} more")
-    for number, line in enumerate(shown):
-        yield ("" if number else title), line
+        yield "", f"and {len(lines) - _MAX_LINES} more"
 
 
 def _resume_rows(
@@ -253,13 +255,9 @@ def _resume_rows(
         try:
             manifest = Manifest.read(path)
             # Digests would read all data.
-            problems = verify(path, manifest, "size")
+            CheckpointUnusable.check(verify(path, manifest, "size"))
         except CheckpointUnusable as error:
             yield "skip", f"{path.name}: {error.problems[0].what}"
-            continue
-        if problems:
-            first_line = str(problems[0]).splitlines()[0]
-            yield "skip", f"{path.name}: {first_line}"
             continue
         checked = "file sizes verified; digests are verified at the start"
         where = " in memory" if path.parent == memory else ""
@@ -361,7 +359,7 @@ def _recipe_change_rows(
 # ---------------------------------------------------------------- --device-memory SIZE
 
 _MIN_BYTES = 1_000_000
-_UNITS = "KMGT"
+_UNITS = ("", "K", "M", "G", "T")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -371,18 +369,15 @@ def device_memory(line: CommandLine) -> int | None:
         return None
     (text,) = line.modes["device_memory"]
     found = _SIZE.fullmatch(text.strip())
+    nbytes = 0
+    if found is not None:
+        power = _UNITS.index(found[2].upper())
+        nbytes = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
     # A number without a unit is bytes, and almost always a mistake.
-    if found is None or (nbytes := _bytes_of(found)) < _MIN_BYTES:
+    if nbytes < _MIN_BYTES:
         raise RecipeError(
-            "invalid size of a device's memory",
+            "the memory of a device is a number with a unit, such as 80GiB or 24GB",
             "--device-memory",
             text,
-            "give a number with a unit, such as 80GiB or 24GB",
         )
     return nbytes
-
-
-def _bytes_of(found: re.Match[str]) -> int:
-    """Return the bytes of a size such as ``80GiB``, ``24 GB`` or ``1.5T``."""
-    power = _UNITS.index(found[2].upper()) + 1 if found[2] else 0
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)

@@ -65,8 +65,11 @@ def _planned_steps(line: CommandLine, max_steps: int | None) -> int:
     default = min(DEFAULT_STEPS, max_steps or DEFAULT_STEPS)
     (steps,) = line.modes.get("selftest_steps", [str(default)])
     if not is_number(steps) or int(steps) < 2:
-        where = "step_scheduler.max_steps, --selftest-steps"
-        raise _one_step(where, steps, "test with more steps (--selftest-steps 6)")
+        raise _one_step(
+            "step_scheduler.max_steps, --selftest-steps",
+            steps,
+            "test with more steps (--selftest-steps 6)",
+        )
     return int(steps)
 
 
@@ -74,15 +77,12 @@ def _planned_flags(line: CommandLine) -> tuple[LaunchFlags, LaunchFlags]:
     """Return the launch flags before and after the resume. Raises :class:`RecipeError`."""
     (ranks,) = line.modes.get("selftest_nproc", [line.flags.nproc_per_node])
     if not is_number(ranks) or int(ranks) < 1:
-        raise RecipeError(
-            "invalid number of ranks", "--selftest-nproc", ranks, "set it to 1 or more"
-        )
+        raise RecipeError("the number of ranks must be 1 or more", "--selftest-nproc", ranks)
     if line.flags.nnodes != "1" or started_world_size(os.environ, line.flags):
         raise RecipeError(
-            "the selftest runs on a single node and starts its own ranks",
+            "the selftest starts its own ranks, without --nnodes, torchrun and srun",
             "--selftest-resume",
             line.flags.nnodes,
-            "run it without --nnodes, torchrun and srun",
         )
     flags = dataclasses.replace(line.flags, max_restarts=0)
     return flags, dataclasses.replace(flags, nproc_per_node=ranks)
@@ -137,8 +137,11 @@ class Runs:
         # Without checkpoints: the next run has the same directory, and would resume from them.
         straight = self._run("straight", flags, None, EXIT_DONE, "--checkpoint.enabled=false")
         if len(straight[0]) < 2:
-            hint = "test it with more data or epochs (--step_scheduler.num_epochs)"
-            raise _one_step("--selftest-resume", "the data ended after 1 step", hint)
+            raise _one_step(
+                "--selftest-resume",
+                "the data ended after 1 step",
+                "test it with more data or epochs (--step_scheduler.num_epochs)",
+            )
         # The run may be shorter than planned, and a step has to be left for the resume.
         stop_after = min(self.num_steps // 2, max(1, len(straight[0]) - 1))
         stopped = self._run("stopped", flags, stop_after, EXIT_STOPPED, "--checkpoint.enabled=true")
@@ -210,12 +213,11 @@ def compare(straight: Run, resumed: Run, stopped_after: int, tolerance: float = 
     """
     is_exact = len(straight) == len(resumed)
     first = next(_differences(straight, resumed, is_exact=is_exact), None)
-    largest = {}
-    if not is_exact:
-        largest = {
-            name: _largest_difference(name, straight[0], resumed[0])
-            for name in ("loss", "grad_norm")
-        }
+    largest = {
+        name: _largest_difference(name, straight[0], resumed[0])
+        for name in ("loss", "grad_norm")
+        if not is_exact
+    }
     judged = is_exact or not any(step["has_dropout"] for step in straight[0])
     verdict = "bit-identical" if is_exact else "equal within tolerance"
     if first is not None or (judged and max(largest.values(), default=0.0) > tolerance):
@@ -244,7 +246,7 @@ def compare(straight: Run, resumed: Run, stopped_after: int, tolerance: float = 
 
 def _differences(straight: Run, resumed: Run, *, is_exact: bool) -> Iterator[ValueDict]:
     """Yield the differences by step and rank: quantities, then tensors, then whole attributes."""
-    for number, _ in enumerate(zip(straight[0], resumed[0], strict=False)):
+    for number in range(min(len(straight[0]), len(resumed[0]))):
         for rank in range(len(straight) if is_exact else 1):
             step = straight[rank][number]
             one = _compared(step, is_exact=is_exact)
@@ -258,10 +260,15 @@ def _differences(straight: Run, resumed: Run, *, is_exact: bool) -> Iterator[Val
                         "straight": one.get(name, "missing"),
                         "resumed": other.get(name, "missing"),
                     }
-    lengths = [len(run[0]) for run in (straight, resumed)]
-    if lengths[0] != lengths[1]:
-        values = {"straight": str(lengths[0]), "resumed": str(lengths[1])}
-        yield {"step": min(lengths) + 1, "rank": 0, "quantity": "number of steps", **values}
+    before, after = len(straight[0]), len(resumed[0])
+    if before != after:
+        yield {
+            "step": min(before, after) + 1,
+            "rank": 0,
+            "quantity": "number of steps",
+            "straight": str(before),
+            "resumed": str(after),
+        }
 
 
 def _compared(step: Step, *, is_exact: bool) -> TextDict:
@@ -288,10 +295,7 @@ def _largest_difference(name: str, straight: Sequence[Step], resumed: Sequence[S
 
 def _number(text: str) -> float:
     """Parse a number that was written with ``float.hex``, or in decimal."""
-    try:
-        return float.fromhex(text)
-    except ValueError:
-        return float(text)
+    return float.fromhex(text) if "0x" in text else float(text)
 
 
 def report(found: Values) -> str:

@@ -20,9 +20,10 @@ import yaml
 
 from automodel_ckpt.base.store_url import extra_of, is_url
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
-from automodel_ckpt.cli.cluster.options import FLAG, KINDS, LauncherOptions
-from automodel_ckpt.config.keys.checkpoint import RemoteConfig
+from automodel_ckpt.checkpoint.files.type_aliases import Strings, ValueDict
+from automodel_ckpt.cli.common.arguments import option_flag
+from automodel_ckpt.cli.common.paths import IN_THE_WAY
+from automodel_ckpt.cli.launch.ranks import check_ranks
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine
 from automodel_ckpt.config.tree.flags import LaunchFlags
@@ -30,6 +31,36 @@ from automodel_ckpt.config.tree.references import SECRET_NAME, variables_in
 from automodel_ckpt.config.tree.yaml_tree import is_stream
 from automodel_ckpt.errors import Problem, RecipeError, printable, without_hidden
 
+FLAG = "--write-launcher"
+KINDS = {
+    "slurm": "slurm.sh.jinja",
+    "k8s": "trainjob.yaml.jinja",
+    "skypilot": "skypilot.yaml.jinja",
+}
+"""Kind of launcher -> its template."""
+_TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
+_OPTIONS: dict[str, tuple[Strings, str | None, re.Pattern[str], str]] = {
+    "output": (tuple(KINDS), None, re.compile(".+"), "a path"),
+    "time_limit": (
+        ("slurm",),
+        "08:00:00",
+        _TIME,
+        "[DAYS-]HH:MM:SS, such as 08:00:00 or 2-00:00:00",
+    ),
+    "image": (
+        ("k8s", "skypilot"),
+        None,
+        re.compile(r"[A-Za-z0-9][\w./:@-]*"),
+        "the name of an image, such as registry.example.com/automodel_ckpt:1",
+    ),
+    "volume_claim": (
+        ("k8s",),
+        "training",
+        re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"),
+        "lowercase letters, digits, - and .",
+    ),
+}
+"""Option -> the kinds of launchers that use it, its default, its form, and the form in words."""
 SAVE_SECONDS = 300
 """Seconds from a signal to the end of a run: the current step, and a save."""
 _SLACK_SECONDS = 30
@@ -49,53 +80,80 @@ _NUM_FAILURES = 3
 _CORES_PER_GPU_RANK, _CORES_PER_RANK = 8, 2
 
 
-def check_flags(flags: LaunchFlags) -> None:
+def launcher_options(line: CommandLine) -> dict[str, str | None]:
+    """Return the kind of launcher and its options on a command line with ``--write-launcher``.
+
+    Raises :class:`RecipeError` with all problems: an unknown kind, options of another kind, and malformed values.
+    """
+    (kind,) = line.modes["write_launcher"]
+    if kind not in KINDS:
+        raise RecipeError("unknown kind of launcher", FLAG, kind, f"use {', '.join(KINDS)}")
+    options: dict[str, str | None] = {"kind": kind}
+    problems = []
+    for name, (kinds, default, form, expected) in _OPTIONS.items():
+        flag = option_flag(name)
+        (text,) = line.modes.get(name, [None])
+        options[name] = default if text is None else text
+        if text is not None and kind not in kinds:
+            problems.append(
+                Problem(f"{flag} is used only with {FLAG} {' or '.join(kinds)}", flag, text)
+            )
+        elif text is not None and not form.fullmatch(text):
+            problems.append(Problem(f"{flag} must be {expected}", flag, text))
+    RecipeError.check(problems)
+    return options
+
+
+def _check_flags(flags: LaunchFlags) -> None:
     """Raise :class:`RecipeError` for launch flags that a launcher determines, and for unknown numbers of ranks."""
     problems = []
     for name in ("node_rank", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port"):
         if getattr(flags, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            problems.append(Problem(f"{FLAG} determines {flag}", flag, "", f"remove {flag}"))
-    for name, example in (("nproc_per_node", 8), ("nnodes", 2)):
+            flag = option_flag(name)
+            problems.append(Problem(f"{FLAG} determines {flag}", flag, ""))
+    for name in ("nproc_per_node", "nnodes"):
         text = getattr(flags, name)
         if not text.isdecimal():
-            flag = f"--{name.replace('_', '-')}"
-            what = f"{FLAG} needs a number"
-            problems.append(Problem(what, flag, text, f"for example {flag} {example}"))
+            problems.append(Problem(f"{FLAG} needs a number", option_flag(name), text))
     RecipeError.check(problems)
 
 
-def write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions) -> None:
-    """Print the launcher, or write it to a new file and print its path.
+def write_launcher(loaded: LoadedRecipe, line: CommandLine, options: dict[str, str | None]) -> None:
+    """Print the launcher, or write it to a new file and print its path. *options* are :func:`launcher_options`.
 
     Raises:
-        RecipeError: The recipe is from a pipe, the time limit is too short for a save, or the file exists or cannot be
-            written.
+        RecipeError: The recipe is from a pipe or does not fit the ranks, the time limit is too short for a save, or the
+            file exists or cannot be written.
     """
-    facts = _facts(loaded, line)
-    if options.kind == "slurm" and options.time_limit_seconds < 2 * facts["stop_seconds"]:
+    _check_flags(line.flags)
+    check_ranks(loaded, int(line.flags.nnodes) * int(line.flags.nproc_per_node))
+    facts = _facts(loaded, line) | options
+    if facts["kind"] == "slurm" and _seconds_of(facts["time_limit"]) < 2 * facts["stop_seconds"]:
         raise RecipeError(
             "the time limit is too short: the run would stop again before it trains",
             "--time-limit",
-            f"{options.time_limit} ({facts['stop_seconds']} s are needed to save and stop)",
-            "set a longer --time-limit",
+            f"{facts['time_limit']} ({facts['stop_seconds']} s are needed to save and stop)",
         )
-    text = _rendered(KINDS[options.kind], facts | vars(options))
-    if options.output is None:
+    text, output = _rendered(KINDS[facts["kind"]], facts), facts["output"]
+    if output is None:
         print(text, end="")
         return
     try:
         # x: an edited file is never replaced.
-        with Path(options.output).open("x", encoding="utf-8") as file:
+        with Path(output).open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise RecipeError(
-            "the launcher cannot be written",
-            "--output",
-            f"{options.output}: {error.strerror}",
-            "choose another one, or remove it",
+            "the launcher cannot be written", output, error.strerror, IN_THE_WAY
         ) from error
-    print(options.output)
+    print(output)
+
+
+def _seconds_of(time_limit: str) -> int:
+    found = _TIME.fullmatch(time_limit)
+    assert found is not None
+    days, hours, minutes, seconds = (int(text or 0) for text in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 # ---------------------------------------------------------------- facts of a recipe
@@ -104,12 +162,7 @@ def write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOpt
 def _facts(loaded: LoadedRecipe, line: CommandLine) -> ValueDict:
     """Return the names that templates use. Values of environment variables are never read."""
     if is_stream(loaded.path):
-        raise RecipeError(
-            "a launcher needs a recipe file",
-            FLAG,
-            str(loaded.path),
-            "write the recipe to a file",
-        )
+        raise RecipeError("a launcher needs a recipe file", FLAG, loaded.path)
     config, flags, recipe = loaded.config, line.flags, str(loaded.path)
     num_nodes, num_ranks = int(flags.nnodes), int(flags.nproc_per_node)
     each = " each" if num_nodes > 1 else ""
@@ -118,6 +171,11 @@ def _facts(loaded: LoadedRecipe, line: CommandLine) -> ValueDict:
     num_cores = _CORES_PER_GPU_RANK if uses_gpus else _CORES_PER_RANK
     run_name = [f"--run-name={flags.run_name}"] if flags.run_name else []
     signals = [name.removeprefix("SIG") for name in config.step_scheduler.stop_signals]
+    seconds = float(SAVE_SECONDS)
+    if config.checkpoint.remote is not None:
+        # The end of the run may wait for its uploads.
+        waited = config.checkpoint.remote.wait_after_signal_seconds
+        seconds = max(seconds, waited + _SLACK_SECONDS)
     storage = _storage(loaded)
     variables = variables_in(loaded.tree)
     required = [name for name, has_no_default in variables.items() if has_no_default]
@@ -143,7 +201,7 @@ def _facts(loaded: LoadedRecipe, line: CommandLine) -> ValueDict:
         "num_workers": config.dataloader.num_workers,
         "cores_per_rank": max(num_cores, config.dataloader.num_workers + 1),
         "stop_signal": next((name for name in ("USR1", *signals) if name in signals), "INT"),
-        "stop_seconds": _stop_seconds(config.checkpoint.remote),
+        "stop_seconds": math.ceil(seconds / _ROUNDED_TO) * _ROUNDED_TO,
         "required": required,
         "credentials": credentials,
         "secrets": [*variables, *credentials],
@@ -187,14 +245,6 @@ def _launch_words(flags: LaunchFlags, rank: str, host: str, port: str, run_id: s
     if flags.max_restarts:
         return [*words, f"--rdzv-endpoint={host}:{port}", f"--rdzv-id={run_id}"]
     return [*words, f"--node-rank={rank}", f"--master-addr={host}", f"--master-port={port}"]
-
-
-def _stop_seconds(remote: RemoteConfig | None) -> int:
-    """Return the time from a signal to the end of a run, which may wait for its uploads."""
-    seconds = float(SAVE_SECONDS)
-    if remote is not None:
-        seconds = max(seconds, remote.wait_after_signal_seconds + _SLACK_SECONDS)
-    return math.ceil(seconds / _ROUNDED_TO) * _ROUNDED_TO
 
 
 def _text(loaded: LoadedRecipe, key: str) -> str | None:
@@ -284,19 +334,11 @@ def _for_kubernetes(word: str) -> str:
 
 def _shell(words: Iterable[str]) -> str:
     """Return words for bash. Characters that are not printable are escaped, so that no reader takes one for a break."""
-    quoted = (shlex.quote(word) if word.isprintable() else _escaped(word) for word in words)
+    quoted = []
+    for word in words:
+        escaped = "".join(f"\\x{byte:02x}" for byte in os.fsencode(word))
+        quoted.append(shlex.quote(word) if word.isprintable() else f"$'{escaped}'")
     return _Ready(" ".join(quoted))
-
-
-def _escaped(word: str) -> str:
-    characters = ""
-    for character in word:
-        if character.isprintable() and character not in "'\\":
-            characters += character
-        else:
-            encoded = character.encode("utf-8", "surrogateescape")
-            characters += "".join(f"\\x{byte:02x}" for byte in encoded)
-    return f"$'{characters}'"
 
 
 def _in_quotes(path: str) -> str:

@@ -13,17 +13,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.base.terminal import colored, print_error
+from automodel_ckpt.base.terminal import colored
+from automodel_ckpt.base.units import some_of
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Texts, ValueDict, Values
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, has_manifest
 from automodel_ckpt.cli.common.arguments import WHERE
 from automodel_ckpt.cli.common.checkpoint_tables import section
-from automodel_ckpt.cli.common.output import fitted, print_document, problem_json, table
+from automodel_ckpt.cli.common.output import (
+    fitted,
+    print_document,
+    problem_json,
+    report_problems,
+    table,
+)
 from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate_one, sparse_copy
 from automodel_ckpt.config.changes import saved_recipe
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, describe, printable
+from automodel_ckpt.errors import CheckpointUnusable, Problem, printable
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
@@ -79,11 +86,7 @@ def run(arguments: Namespace) -> int:
     with ExitStack() as copies:
         document, problems = _document(_side(arguments.a, copies), _side(arguments.b, copies))
     print_document(arguments, document, _lines(document))
-    if problems:
-        code, message = describe(CheckpointUnusable.all_of(problems))
-        print_error(message)
-        return code
-    return EXIT_DONE
+    return report_problems(problems)
 
 
 def _side(place: str, copies: ExitStack) -> Side:
@@ -185,20 +188,16 @@ def _lines(document: Values) -> Iterator[str]:
     for path in document["foreign"]:
         yield colored(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
     for part in _SECTIONS:
-        lines = _change_lines(document[part])
+        changes = document[part].items()
+        lines = table([(name, _text(before), "->", _text(now)) for name, (before, now) in changes])
         if part in document["not_compared"]:
             lines = ["not compared: only one of the two has this information"]
-        elif len(document["foreign"]) == 2 and not document[part]:
+        elif not lines and len(document["foreign"]) < 2:
             # Weights of other programs may have tensors only.
-            continue
+            lines = ["no difference"]
         yield from section(_TITLES.get(part, part), lines)
     for name, tree in document["trees"].items():
         yield from section(f"{name}: tensors", list(_tree_lines(tree)))
-
-
-def _change_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    rows = [(name, _text(before), "->", _text(after)) for name, (before, after) in changes.items()]
-    return table(rows) or ["no difference"]
 
 
 def _tree_lines(tree: Values) -> Iterator[str]:
@@ -207,10 +206,9 @@ def _tree_lines(tree: Values) -> Iterator[str]:
     for name, title in _LISTS.items():
         if tree[name]:
             names = list(tree[name])
-            text = ", ".join(names[:_MAX_LINES])
-            if len(names) > _MAX_LINES:
-                text += f" and {len(names) - _MAX_LINES} more: `ckpt diff --json` lists all"
-            yield f"{len(names)} {title}: {text}"
+            text = some_of(names, _MAX_LINES)
+            all_of_them = ": `ckpt diff --json` lists all" if len(names) > _MAX_LINES else ""
+            yield f"{len(names)} {title}: {text}{all_of_them}"
     for fqn, (before, after) in tree["redescribed"].items():
         yield f"{fqn}: {before} -> {after}"
     yield from _changed_tensor_lines(tree["changed"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -16,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import automodel_ckpt
-from automodel_ckpt.base.durable_io import file_system_of
+from automodel_ckpt.base.durable_io import file_system_of, free_bytes
 from automodel_ckpt.base.python_child import start_python
+from automodel_ckpt.base.store_url import scrubbed
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.base.version import version_of
-from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.cli.common.output import print_document, table
 from automodel_ckpt.cli.launch.node_resources import cores
 from automodel_ckpt.config.tree.references import SECRET_NAME
@@ -38,7 +38,6 @@ _PREFIXES = (
     *("TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "SLURM_JOB", "PYTHON"),
     *("SLURM_NTASKS", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "WORLD_SIZE", "VIRTUAL_ENV"),
 )
-_USER_IN_URL = re.compile(r"(\w://)[^/@\s]+@")
 _IMPORT_SECONDS = 180.0
 _COMMAND_SECONDS = 20.0
 USAGE = """
@@ -80,24 +79,20 @@ def describe_environment() -> dict[str, ValueDict]:
         "current directory": {
             "path": os.getcwd,
             "file system": lambda: file_system_of(Path.cwd()),
-            "free": _free_space,
+            "free": lambda: size_text(free_bytes(Path.cwd())),
         },
     }
     document: dict[str, ValueDict] = {
         title: {name: _attempt(determine) for name, determine in section.items()}
         for title, section in facts.items()
     }
-    document["environment variables"] = shown_variables(os.environ)
-    return document
-
-
-def shown_variables(environment: Texts) -> TextDict:
-    """Return the variables that affect training, sorted by name, without values that look like secrets."""
-    return {
-        name: "(set, not shown)" if SECRET_NAME.search(name) else _USER_IN_URL.sub(r"\1...@", value)
-        for name, value in sorted(environment.items())
+    # Those that affect training, without values that look like secrets.
+    document["environment variables"] = {
+        name: "(set, not shown)" if SECRET_NAME.search(name) else scrubbed(value)
+        for name, value in sorted(os.environ.items())
         if name.startswith(_PREFIXES)
     }
+    return document
 
 
 def _attempt(determine: Callable[[], Any]) -> Any:
@@ -164,8 +159,3 @@ def _driver() -> list[str] | None:
     return _output(
         program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
     ).splitlines()
-
-
-def _free_space() -> str:
-    usage = shutil.disk_usage(".")
-    return f"{size_text(usage.free)} of {size_text(usage.total)}"

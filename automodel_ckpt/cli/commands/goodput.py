@@ -52,7 +52,7 @@ def _lines(directory: Path, found: Goodput) -> Iterator[str]:
         if name == "lost_steps" and found.num_lost_steps:
             note = f"{counted(found.num_lost_steps, 'step')} made again"
         rows.append((f"  {title}", f"{seconds:,.1f} s", f"{share:.1%}", note))
-    yield from (line.rstrip() for line in table(rows, right=(1, 2)))
+    yield from table(rows, right=(1, 2))
     if len(found.starts) > 1:
         yield "starts"
         yield from _starts(found.starts)
@@ -69,7 +69,7 @@ def _starts(starts: Sequence[Start]) -> Iterator[str]:
         if start.last_step > start.first_step:
             steps = f"steps {start.first_step + 1:,} to {start.last_step:,}"
         rows.append((f"  {began}", exact_time(start.duration), steps, start.outcome))
-    yield from (line.rstrip() for line in table(rows, right=(1,)))
+    yield from table(rows, right=(1,))
 
 
 def _document(found: Goodput) -> ValueDict:

@@ -64,24 +64,27 @@ def run(arguments: Namespace) -> int:
     if run != path and path.is_dir() and not path.is_symlink():
         runs = list(runs_below(path))
     if runs and runs != [run]:
-        return _print_runs([run_row(path, each) for each in runs], arguments)
-    named = [] if run else named_checkpoints(path)
-    if named:
-        rows = named_rows(named)
-    elif run:
-        rows = rows_of(run)
-    else:
-        rows = [single_row(path)]
-    return _print(rows, arguments)
+        rows = [run_row(path, each) for each in runs]
+        cells = [_RUN_TITLES, *map(_run_cells, rows)]
+        head, *lines = fitted(cells, (1, *range(3, 8)), _RUN_DROPPED_FIRST)
+        return _print_table(rows, head, lines, arguments)
+    if run:
+        return _print(rows_of(run), arguments)
+    named = named_checkpoints(path)
+    return _print(named_rows(named) if named else [single_row(path)], arguments)
 
 
 def _print(rows: Sequence[Row], arguments: Namespace) -> int:
     head, *lines = fitted([_TITLES, *map(_cells, rows)], range(1, 7), _DROPPED_FIRST)
-    colored_lines = [colored(head, "bold", sys.stdout)]
-    for row, line in zip(rows, lines, strict=True):
-        is_usable = (row.complete or row.foreign) and not row.damaged
-        colored_lines.append(line if is_usable else colored(line, "red", sys.stdout))
-    return print_document(arguments, [asdict(row) for row in rows], colored_lines)
+    for number, row in enumerate(rows):
+        if row.damaged or not (row.complete or row.foreign):
+            lines[number] = colored(lines[number], "red", sys.stdout)
+    return _print_table(rows, head, lines, arguments)
+
+
+def _print_table(rows: Sequence[Any], head: str, lines: list[str], arguments: Namespace) -> int:
+    head = colored(head, "bold", sys.stdout)
+    return print_document(arguments, [asdict(row) for row in rows], [head, *lines])
 
 
 def _cells(row: Row) -> Strings:
@@ -104,13 +107,6 @@ def _cells(row: Row) -> Strings:
         _text(row.verified, age_text),
         printable(", ".join(notes)),
     )
-
-
-def _print_runs(rows: Sequence[RunRow], arguments: Namespace) -> int:
-    cells = [_RUN_TITLES, *map(_run_cells, rows)]
-    head, *lines = fitted(cells, (1, *range(3, 8)), _RUN_DROPPED_FIRST)
-    head = colored(head, "bold", sys.stdout)
-    return print_document(arguments, [asdict(row) for row in rows], [head, *lines])
 
 
 def _run_cells(row: RunRow) -> Strings:

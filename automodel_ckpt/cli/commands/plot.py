@@ -70,12 +70,7 @@ def _write(runs: list[History], file: Path) -> None:
 
     template = _TEMPLATES.get(file.suffix)
     if template is None:
-        raise RecipeError(
-            "unsupported file extension",
-            "--output",
-            str(file),
-            "write an .html page, or an .svg image of the loss",
-        )
+        raise RecipeError("the output must be an .html page or an .svg image", "--output", file)
     text = page(runs, _differences(runs), template)
     # A name may be no Unicode, and have characters that no browser shows.
     content = printable_lines(text).encode("utf-8", "backslashreplace")

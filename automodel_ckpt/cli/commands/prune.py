@@ -25,7 +25,7 @@ from automodel_ckpt.cli.common.arguments import (
 from automodel_ckpt.cli.common.output import table
 from automodel_ckpt.cli.common.paths import reject_several_runs, run_around
 from automodel_ckpt.cli.common.remote import locate, reject_url
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError, printable
+from automodel_ckpt.errors import EXIT_DONE, RecipeError, printable, unusable
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.remote.retention import IncompleteUpload
@@ -75,18 +75,10 @@ def run(arguments: Namespace) -> int:
     run = run_around(Path(arguments.path))
     if run is None:
         reject_several_runs(Path(arguments.path))
-        raise CheckpointUnusable(
-            "no checkpoints found", arguments.path, "", "specify a run directory"
-        )
-    if arguments.incomplete:
-        raise RecipeError(
-            "a run directory has no incomplete uploads",
-            "ckpt prune --incomplete",
-            arguments.path,
-            "name the URL of a store; the next start of a run removes what a killed save left",
-        )
-    if arguments.min_hours is not None:
-        raise without_effect("prune", "--min-hours", arguments.min_hours, "in a run directory")
+        raise unusable("no checkpoints found", arguments.path, "", "specify a run directory")
+    for name in ("incomplete", "min_hours"):
+        if value := getattr(arguments, name):
+            raise without_effect("prune", option_flag(name), value, "in a run directory")
     policy = _policy(arguments)
     steps = {record.step for record in resume.records(run, "")}
     _check_selection(arguments, steps, resume.validated_losses(run))
@@ -127,7 +119,7 @@ def _prune_remote(arguments: Namespace) -> int:
     run, _ = locate(arguments.path)
     uploads = retention.incomplete(run)
     if not run.names() and not uploads:
-        raise CheckpointUnusable("no checkpoints found", run.store, "", "check the URL")
+        raise unusable("no checkpoints found", run.store, "", "check the URL")
     if arguments.keep_best or arguments.keep_steps:
         summaries = [checkpoint.summary for checkpoint in run.checkpoints()]
         validated = [summary.losses for summary in summaries if summary.validated]
@@ -175,11 +167,10 @@ def _policy(arguments: Namespace) -> KeepPolicy:
             "add --keep-last N (try it with --dry-run first), --superseded, or --incomplete",
         )
     for name, needed in _NEEDED.items():
-        if getattr(arguments, name) and not getattr(arguments, needed):
-            value = getattr(arguments, name)
-            raise without_effect(
-                "prune", option_flag(name), value, f"without {option_flag(needed)}"
-            )
+        value = getattr(arguments, name)
+        if value and not getattr(arguments, needed):
+            condition = f"without {option_flag(needed)}"
+            raise without_effect("prune", option_flag(name), value, condition)
     return KeepPolicy(
         arguments.keep_last,
         arguments.keep_best,
@@ -205,18 +196,16 @@ def _check_selection(arguments: Namespace, known: set[int], losses: Iterable[Val
         raise RecipeError(
             "no complete checkpoint has this step",
             "--keep-steps",
-            ", ".join(map(str, missing)),
-            f"correct or remove it; the newest steps are {existing}",
+            f"{', '.join(map(str, missing))}; the newest steps are {existing}",
         )
     metric = _metric(arguments)
     names = {name for each in losses for name in each if metric_of(each, name) is not None}
     if arguments.keep_best and metric not in names:
-        shown = ", ".join(sorted(names - {"step", "epoch"}))
+        shown = ", ".join(sorted(names - {"step", "epoch"})) or "none: no checkpoint was validated"
         raise RecipeError(
             "no checkpoint has the metric that --keep-best ranks by",
             "--metric",
-            metric,
-            f"use {shown}" if shown else "leave out --keep-best: no checkpoint was validated",
+            f"{metric}; there are {shown}",
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.base.terminal import colored, print_error
+from automodel_ckpt.base.terminal import colored
 from automodel_ckpt.base.units import counted, size_text, values_text
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
@@ -28,11 +28,11 @@ from automodel_ckpt.cli.common.checkpoint_tables import (
     tensor_lines,
     totals,
 )
-from automodel_ckpt.cli.common.output import age_facts, print_document
+from automodel_ckpt.cli.common.output import age_facts, print_document, report_problems
 from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate_one, reject_url, sparse_copy
 from automodel_ckpt.config.changes import saved_recipe
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, describe, printable
+from automodel_ckpt.errors import CheckpointUnusable, printable
 
 _WIDTH = 78
 USAGE = f"""
@@ -49,28 +49,19 @@ only in numbers are grouped. The exit code is 3 if a part cannot be read.
 def run(arguments: Namespace) -> int:
     """Run ``ckpt show``. The exit code is 3 if files cannot be read, or if ``--stats`` finds a damaged tensor."""
     if is_url(arguments.path):
-        return _show_remote(arguments)
-    path = whole_checkpoint(Path(arguments.path))
-    document = external_checkpoints.document(path, arguments.stats)
-    if document is None:
-        document = _document(path, Manifest.read(path), arguments.stats)
+        # Its values are read, but no tensors.
+        if arguments.stats:
+            reject_url(arguments.path, "show --stats")
+        run, name, manifest = locate_one(arguments.path)
+        with sparse_copy(run, name, manifest) as copy:
+            document = _document(copy, manifest, False) | {"path": f"{run.store}/{name}"}
+    else:
+        path = whole_checkpoint(Path(arguments.path))
+        document = external_checkpoints.document(path, arguments.stats) or _document(
+            path, Manifest.read(path), arguments.stats
+        )
     print_document(arguments, document, _lines(document, everything=arguments.tensors))
-    problems = damage_in(document)
-    if problems:
-        code, message = describe(CheckpointUnusable.all_of(problems))
-        print_error(message)
-        return code
-    return EXIT_DONE
-
-
-def _show_remote(arguments: Namespace) -> int:
-    """Show a checkpoint in an object store, reading its values but no tensors."""
-    if arguments.stats:
-        reject_url(arguments.path, "show --stats")
-    run, name, manifest = locate_one(arguments.path)
-    with sparse_copy(run, name, manifest) as copy:
-        document = _document(copy, manifest, False) | {"path": f"{run.store}/{name}"}
-    return print_document(arguments, document, _lines(document, everything=arguments.tensors))
+    return report_problems(damage_in(document))
 
 
 def _document(path: Path, manifest: Manifest, stats: bool) -> ValueDict:
@@ -146,8 +137,12 @@ def _lines(document: Values, *, everything: bool) -> Iterator[str]:
     yield from section(f"files ({len(files)})", file_lines(files, everything))
     for name, tree in document["trees"].items():
         yield from _tree_lines(name, tree, everything)
-    if not is_external:
-        yield from _recipe_lines(document, everything)
+    if everything and not is_external:
+        yield from section("recipe", pairs(document["config"]))
+        yield from section("environment", pairs(document["environment"]))
+    elif not is_external:
+        yield ""
+        yield "`ckpt show --tensors` lists all tensors and files, the recipe and the environment"
 
 
 def _tree_lines(name: str, tree: Values, everything: bool) -> Iterator[str]:
@@ -164,15 +159,6 @@ def _tree_lines(name: str, tree: Values, everything: bool) -> Iterator[str]:
     yield from section(f"{name}: parameter groups", groups)
     for title, details in tree.get("details", {}).items():
         yield from section(title, details)
-
-
-def _recipe_lines(document: Values, everything: bool) -> Iterator[str]:
-    if everything:
-        yield from section("recipe", pairs(document["config"]))
-        yield from section("environment", pairs(document["environment"]))
-        return
-    yield ""
-    yield "`ckpt show --tensors` lists all tensors and files, the recipe and the environment"
 
 
 def _group_lines(options: Values) -> list[str]:

@@ -61,12 +61,7 @@ def run(arguments: Namespace) -> int:
     after = 0 if arguments.again else None
     with upload_lock(run, wait=False) as is_locked:
         if not is_locked:
-            raise RecipeError(
-                "another process is uploading this run's log",
-                "ckpt track",
-                str(run),
-                "wait until it finishes; during training, use logging.trackers in the recipe",
-            )
+            raise RecipeError("another process is uploading this run's log", "ckpt track", run)
         with _collecting_failures(reasons):
             Follower(
                 run, {arguments.to: options}, after, lambda _, reason: reasons.append(reason)
@@ -108,10 +103,7 @@ def _check_options(tracker: str, options: Values) -> None:
     for name in options:
         if name not in known:
             raise RecipeError(
-                f"{tracker} has no such option",
-                "--option",
-                name,
-                f"use {', '.join(known)}",
+                f"{tracker} has only the options {', '.join(known)}", "--option", name
             )
 
 
@@ -123,6 +115,6 @@ def _options(words: list[str]) -> ValueDict:
     for word in words:
         key, separator, value = word.partition("=")
         if not separator:
-            raise RecipeError("invalid option", "--option", word, "use the form KEY=VALUE")
+            raise RecipeError("an option has the form KEY=VALUE", "--option", word)
         options[key] = untyped(value)
     return options

@@ -20,7 +20,14 @@ from automodel_ckpt.cli.common.arguments import PATH
 from automodel_ckpt.cli.common.output import print_document, problem_json
 from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
 from automodel_ckpt.cli.common.remote import locate, remote_problems
-from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem, printable
+from automodel_ckpt.errors import (
+    EXIT_DONE,
+    EXIT_UNUSABLE,
+    CheckpointUnusable,
+    Problem,
+    printable,
+    unusable,
+)
 
 _UNVERIFIABLE = "unverifiable: no digests"
 _GONE = "the checkpoint was removed while it was verified"
@@ -57,8 +64,19 @@ def run(arguments: Namespace) -> int:
         elif run is not None:
             removed.append(target)
         else:
-            hint = "its run keeps only some checkpoints; verify another one, or `ckpt pin` it first"
-            results.append((target, [Problem(_GONE, str(target), "", hint)]))
+            results.append(
+                (
+                    target,
+                    [
+                        Problem(
+                            _GONE,
+                            str(target),
+                            "",
+                            "its run keeps only some checkpoints; verify another one, or `ckpt pin` it first",
+                        )
+                    ],
+                )
+            )
     intact = {
         target.name: not problems
         for target, problems in results
@@ -77,20 +95,16 @@ def _report(results: Sequence[Result], removed: Sequence[Path], arguments: Names
     for target, problems in results:
         listed = [problem_json(problem) for problem in problems]
         documents.append({"path": str(target), "ok": not problems, "problems": listed})
-        lines.append(f"{printable(str(target))}: {_verdict(problems)}")
+        verdict = colored("ok", "green", sys.stdout)
+        if problems:
+            special = _VERDICTS.get(problems[0].what)
+            color = "yellow" if special else "red"
+            verdict = colored(special or "damaged", color, sys.stdout)
+        lines.append(f"{printable(str(target))}: {verdict}")
         lines += [printable_lines(textwrap.indent(str(problem), "  ")) for problem in problems]
     lines += [f"{printable(str(target))}: {_REMOVED}" for target in removed]
     print_document(arguments, documents, lines)
     return EXIT_UNUSABLE if any(problems for _, problems in results) else EXIT_DONE
-
-
-def _verdict(problems: Sequence[Problem]) -> str:
-    if not problems:
-        return colored("ok", "green", sys.stdout)
-    what = problems[0].what
-    if what in _VERDICTS:
-        return colored(_VERDICTS[what], "yellow", sys.stdout)
-    return colored("damaged", "red", sys.stdout)
 
 
 def _verify_remote(arguments: Namespace) -> int:
@@ -98,12 +112,7 @@ def _verify_remote(arguments: Namespace) -> int:
     run, name = locate(arguments.path)
     names = [name] if name else [str(found.name) for found in run.checkpoints()]
     if not names:
-        raise CheckpointUnusable(
-            "no complete checkpoint found",
-            run.store,
-            "",
-            "check the URL",
-        )
+        raise unusable("no complete checkpoint found", run.store, "", "check the URL")
     results = []
     removed = []
     for each in reversed(names):
@@ -114,8 +123,14 @@ def _verify_remote(arguments: Namespace) -> int:
             problems = list(error.problems)
         except FileNotFoundError as error:
             where = str(error.filename or f"{run.store}/{each}")
-            hint = "list the checkpoints with `ckpt ls`: it may have been removed"
-            problems = [Problem("a file of the checkpoint is missing", where, "", hint)]
+            problems = [
+                Problem(
+                    "a file of the checkpoint is missing",
+                    where,
+                    "",
+                    "list the checkpoints with `ckpt ls`: it may have been removed",
+                )
+            ]
         # Uploads of a live run remove checkpoints.
         if problems and name is None and run.manifest(each) is None:
             removed.append(Path(each))

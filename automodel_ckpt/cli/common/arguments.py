@@ -13,6 +13,7 @@ from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.cli.launch.process import check_working_directory
 from automodel_ckpt.errors import RecipeError
 
+CHECK_PATH = "check the path, its permissions and the free space"
 WHERE = "a run directory, a checkpoint, or a pointer such as checkpoints/LATEST"
 PATH = f"path ? =. PATH | {WHERE} (default: current directory)"
 RUN = "path ? =. RUN | a run directory, or a path inside it (default: current directory)"
@@ -144,13 +145,9 @@ def option_flag(attribute: str) -> str:
 
 def without_effect(command: str, option: str, value: Any, condition: str) -> RecipeError:
     """Return the error of an *option* that was given although it has no effect, such as ``without --keep-best``."""
-    return RecipeError(
-        f"this option has no effect {condition}",
-        f"ckpt {command} {option}",
-        # A flag has no value.
-        "" if value is True else value,
-        f"remove {option}",
-    )
+    what = f"this option has no effect {condition}"
+    # A flag has no value.
+    return RecipeError(what, f"ckpt {command} {option}", "" if value is True else value)
 
 
 def number_at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:

@@ -17,7 +17,11 @@ from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.links import pinned_names
 from automodel_ckpt.checkpoint.run.notes import Verification, recall_losses, recall_verifications
 from automodel_ckpt.cli.common.external_checkpoints import first, is_external, row_fields
-from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
+from automodel_ckpt.cli.common.paths import (
+    has_name_of_checkpoint,
+    run_directory,
+    whole_checkpoint,
+)
 from automodel_ckpt.cli.common.remote import in_parallel, locate
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -168,15 +172,16 @@ def named_rows(paths: Sequence[Path]) -> list[Row]:
         if ranking is not None and path.name == order[0]:
             notes = (ranking.label, *notes)
         row = _row_without_manifest(path, found.step, found.epoch, notes)
+        reason = row.reason
         if ranking is not None and path.name in order:
             place = f"{order.index(path.name) + 1} of {len(order)}"
-            value = f"{ranking.metric} {metrics[ranking.metric]:g}"
-            row = replace(row, reason=f"{value}: {place}; {row.reason}")
+            reason = f"{ranking.metric} {metrics[ranking.metric]:g}: {place}; {reason}"
         # What the files state counts more than the name.
         train, val = metrics.get("train_loss", metrics.get("loss")), metrics.get("val_loss")
         rows.append(
             replace(
                 row,
+                reason=reason,
                 train_loss=first(row.train_loss, train),
                 val_loss=first(row.val_loss, val),
                 consumed_samples=found.consumed_samples,
@@ -217,13 +222,15 @@ def row_of(
 def _summary_row(path: Path, summary: Summary, pointers: Strings, note: Verification | None) -> Row:
     """Return the row of a checkpoint with a readable manifest."""
     is_damaged = note is not None and not note.ok
-    reasons = {
-        "damaged: run `ckpt verify` for details": is_damaged,
-        _SUPERSEDED: layout.is_superseded(path.name),
-        "weights only": not summary.has_optimizer,
-        f"moved to {path.is_symlink() and os.readlink(path)}": path.is_symlink(),
-    }
-    reason = next((text for text, applies in reasons.items() if applies), "")
+    reason = ""
+    if is_damaged:
+        reason = "damaged: run `ckpt verify` for details"
+    elif layout.is_superseded(path.name):
+        reason = _SUPERSEDED
+    elif not summary.has_optimizer:
+        reason = "weights only"
+    elif path.is_symlink():
+        reason = f"moved to {os.readlink(path)}"
     # A published checkpoint never changes: later validations are stored beside it.
     losses = {**summary.losses, **recall_losses(path, summary.digest)}
     return Row(
@@ -293,12 +300,8 @@ def _by_target(links: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
-    name = path.name
-    if layout.parse_checkpoint_name(name) or layout.is_superseded(name) or layout.is_staging(name):
-        return True
-    if has_manifest(path) or os.path.lexists(path / "model"):
-        return True
-    return is_external(path)
+    is_ours = has_name_of_checkpoint(path.name) or has_manifest(path)
+    return is_ours or os.path.lexists(path / "model") or is_external(path)
 
 
 def _number(value: object) -> float | None:

@@ -123,19 +123,18 @@ def tensor_lines(tensors: Mapping[str, TensorEntry], everything: bool) -> list[s
     if has_statistics:
         rows.append(("tensor", "dtype", "shape", "slices", *_STATISTICS, *_COUNTS.values()))
     for fqn, tensor in tensors.items():
-        cells = (
-            _statistics_cells(tensor) if has_statistics else [counted(tensor["slices"], "slice")]
-        )
+        cells = [counted(tensor["slices"], "slice")]
+        if has_statistics:
+            cells = [str(tensor["slices"]), *_statistics_cells(tensor)]
         rows.append((printable(fqn), tensor["dtype"], str(list(tensor["shape"])), *cells))
     return table(rows, right=range(3, 12) if has_statistics else ())
 
 
 def _statistics_cells(tensor: TensorEntry) -> list[str]:
-    cells = [str(tensor["slices"])]
     if "damaged" in tensor:
-        return [*cells, "damaged", *[""] * (len(_STATISTICS) + len(_COUNTS) - 1)]
+        return ["damaged", *[""] * (len(_STATISTICS) + len(_COUNTS) - 1)]
     values = tensor["statistics"]
-    cells += ["-" if values[name] is None else f"{values[name]:.4g}" for name in _STATISTICS]
+    cells = ["-" if values[name] is None else f"{values[name]:.4g}" for name in _STATISTICS]
     return [*cells, *(str(values[name]) for name in _COUNTS)]
 
 
@@ -145,24 +144,18 @@ def _grouped_lines(tensors: Mapping[str, TensorEntry]) -> list[str]:
     Tensors of equal dtype and shape share a line if their names differ only in numbers, such as
     ``model.layers.*.mlp.up_proj.weight``. Optimizer state is counted by its kind.
     """
-    state = {fqn: tensor for fqn, tensor in tensors.items() if ".state." in fqn}
+    kinds: dict[str, dict[str, TensorEntry]] = {}
     groups: dict[tuple[str, str, str], list[str]] = {}
     for fqn, tensor in tensors.items():
-        if fqn in state:
-            continue
-        key = (_NUMBER_IN_NAME.sub("*", fqn), tensor["dtype"], str(list(tensor["shape"])))
-        groups.setdefault(key, []).append(fqn)
+        if ".state." in fqn:
+            kinds.setdefault(fqn.rpartition(".")[2], {})[fqn] = tensor
+        else:
+            key = (_NUMBER_IN_NAME.sub("*", fqn), tensor["dtype"], str(list(tensor["shape"])))
+            groups.setdefault(key, []).append(fqn)
     rows = []
     for (pattern, dtype, shape), names in groups.items():
-        is_group = len(names) > 1
-        num_tensors = counted(len(names), "tensor") if is_group else ""
-        rows.append((pattern if is_group else names[0], dtype, shape, num_tensors))
-    return _state_lines(state) + table(rows)
-
-
-def _state_lines(tensors: Mapping[str, TensorEntry]) -> list[str]:
-    """Format a table with one line per kind of optimizer state, such as ``exp_avg``."""
-    kinds: dict[str, dict[str, TensorEntry]] = {}
-    for fqn, tensor in tensors.items():
-        kinds.setdefault(fqn.rpartition(".")[2], {})[fqn] = tensor
-    return table([(kind, totals(of_kind)) for kind, of_kind in kinds.items()])
+        if len(names) > 1:
+            rows.append((pattern, dtype, shape, counted(len(names), "tensor")))
+        else:
+            rows.append((names[0], dtype, shape, ""))
+    return table([(kind, totals(of_kind)) for kind, of_kind in kinds.items()]) + table(rows)

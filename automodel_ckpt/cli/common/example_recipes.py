@@ -32,9 +32,10 @@ def copy_example(name: str, directory: str) -> Path:
     Creates the directory, and writes the JSON schema that the recipe's first line names. Returns the path of the copy.
     Raises :class:`RecipeError` if there is no such example, or a file exists.
     """
-    recipe = _find_example(name.removesuffix(".yaml"))
+    paths = examples()
+    wanted = name.removesuffix(".yaml")
+    recipe = next((path for key, path in paths.items() if wanted in (key, path.stem)), None)
     if recipe is None:
-        paths = examples()
         meant = closest(name, [*paths, *(path.stem for path in paths.values())])
         hint = f"did you mean {meant}?" if meant else "ckpt-train --list lists the example recipes"
         raise RecipeError("unknown example recipe", "--copy", name, hint)
@@ -50,14 +51,6 @@ def copy_example(name: str, directory: str) -> Path:
     return copied
 
 
-def _find_example(name: str) -> Path | None:
-    """Return the example recipe with this name, or this name without directories. Returns None when there is none."""
-    for key, path in examples().items():
-        if name in (key, path.stem):
-            return path
-    return None
-
-
 def _copy(source: Path, directory: Path) -> Path:
     target = directory / source.name
     try:
@@ -66,8 +59,12 @@ def _copy(source: Path, directory: Path) -> Path:
         with target.open("xb") as copy:
             copy.write(source.read_bytes())
     except OSError as error:
-        hint = "choose another directory, or remove the existing file"
-        raise RecipeError("the recipe cannot be copied", target, error.strerror, hint) from error
+        raise RecipeError(
+            "the recipe cannot be copied",
+            target,
+            error.strerror,
+            "choose another directory, or remove the existing file",
+        ) from error
     return target
 
 

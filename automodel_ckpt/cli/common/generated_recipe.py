@@ -11,7 +11,7 @@ from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, ValueDict
 from automodel_ckpt.config.overrides import CommandLine
 from automodel_ckpt.config.tree.yaml_tree import lines, node_of
-from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.errors import PERMISSIONS_HINT, Problem, RecipeError
 
 _PAIRS = "text.prompt_completion as_chat=auto"
 # Columns of data -> the builder that reads them, and its arguments. The first that fits is used.
@@ -41,9 +41,7 @@ class GeneratedRecipe:
             replace_file(self.path, self.text.encode())
         except OSError as error:
             raise RecipeError.of_system(
-                error,
-                "the recipe cannot be written",
-                hint="start in a directory where this user may write",
+                error, "the recipe cannot be written", hint=PERMISSIONS_HINT
             ) from error
         return True
 
@@ -65,10 +63,7 @@ def generated_recipe(line: CommandLine) -> GeneratedRecipe | None:
         return None
     if not models or "data" not in flags:
         raise RecipeError(
-            "a run without a recipe file needs --model and --data",
-            "command line",
-            "",
-            "ckpt-train --model Qwen/Qwen3-0.6B --data chats.jsonl --lora, or ckpt-train RECIPE.yaml",
+            "a run without a recipe file needs --model and --data", "command line", ""
         )
     line.overrides = [override for override in line.overrides if override not in models]
     model, (data,) = str(models[-1].node.value), line.modes["data"]

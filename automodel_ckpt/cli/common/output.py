@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from unicodedata import category, east_asian_width
 
+from automodel_ckpt.base.terminal import print_error
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts
-from automodel_ckpt.errors import EXIT_DONE, Problem, printable
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, describe, printable
 
 # Unicode categories of marks that are printed over the character before.
 _COMBINING = ("Mn", "Me")
@@ -100,6 +101,15 @@ def print_document(arguments: Namespace, document: Any, lines: Iterable[str] | s
     else:
         print(printable(lines) if isinstance(lines, str) else "\n".join(lines))
     return EXIT_DONE
+
+
+def report_problems(problems: Sequence[Problem]) -> int:
+    """Print the *problems* of a checkpoint after its document, if there are any. Return the exit code."""
+    if not problems:
+        return EXIT_DONE
+    code, message = describe(CheckpointUnusable.all_of(problems))
+    print_error(message)
+    return code
 
 
 def problem_json(problem: Problem) -> TextDict:

@@ -11,7 +11,10 @@ from pathlib import Path
 from automodel_ckpt.base.terminal import print_error
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import without_links
+from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import has_manifest
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.cli.common.arguments import CHECK_PATH
 from automodel_ckpt.cli.launch.process import check_working_directory
 from automodel_ckpt.errors import CheckpointUnusable, unusable
 
@@ -20,6 +23,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _MAX_ENTRIES = 10_000
 # Runs or checkpoints that a message names, at most.
 _MAX_NAMED = 3
+IN_THE_WAY = "choose another one, or remove it"
+OWN_ONLY = "name a run directory or a checkpoint; `ckpt import` makes one from other files"
 _SPECIFY_ONE = "specify a run directory, a checkpoint or a pointer; `ckpt ls` lists them"
 
 
@@ -33,8 +38,6 @@ def download_directory(given: str | None, source: str) -> Path:
 
 def run_directory(path: Path) -> Path | None:
     """Return *path* or its ``checkpoints/`` if it contains checkpoints; otherwise None."""
-    from automodel_ckpt.checkpoint.run import resume
-
     for directory in (path, path / "checkpoints"):
         if directory.is_dir() and resume.checkpoint_names(directory):
             return directory
@@ -46,8 +49,6 @@ def run_around(path: Path) -> Path | None:
 
     Returns None when there is none, or when *path* does not exist.
     """
-    from automodel_ckpt.checkpoint.run import resume
-
     # `ckpt prune MISSPELLED` must not find the run next to it. A pointer may be a link without a target.
     if not os.path.lexists(path):
         return None
@@ -82,8 +83,6 @@ def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
 
     Skips hidden directories, links, and directories that cannot be read.
     """
-    from automodel_ckpt.checkpoint.run import resume
-
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)[:_MAX_ENTRIES]
     except OSError:
@@ -111,8 +110,12 @@ def reject_several_runs(path: Path) -> None:
     names = [str(run) for run in runs[:_MAX_NAMED]]
     if len(runs) > _MAX_NAMED:
         names.append("...")
-    hint = f"specify one of them: {', '.join(names)}; `ckpt ls {path}` lists all"
-    raise unusable("the directory contains runs", path, "", hint)
+    raise unusable(
+        "the directory contains runs",
+        path,
+        "",
+        f"specify one of them: {', '.join(names)}; `ckpt ls {path}` lists all",
+    )
 
 
 def local_model(path: str) -> Path | None:
@@ -144,13 +147,11 @@ def find_checkpoint(path: Path) -> Path:
         return _found_checkpoint(path)
     except PermissionError as error:
         raise CheckpointUnusable.of_system(
-            error, "the checkpoint cannot be read", hint="check the path and its permissions"
+            error, "the checkpoint cannot be read", hint=CHECK_PATH
         ) from error
 
 
 def _found_checkpoint(path: Path) -> Path:
-    from automodel_ckpt.checkpoint.parts import commit
-
     is_pointer_link = path.name in layout.POINTERS and path.is_symlink()
     if path.is_dir() and not is_pointer_link:
         run = run_directory(path)
@@ -165,9 +166,16 @@ def _found_checkpoint(path: Path) -> Path:
     target = commit.pointed(path.parent, pointer) if pointer in layout.POINTERS else None
     if target is not None:
         checkpoint = path.parent / target
-        if checkpoint.is_dir() and not _is_second_name(checkpoint):
+        # A link to another checkpoint of its run is a second name.
+        if checkpoint.is_dir() and (not checkpoint.is_symlink() or resume.is_moved(checkpoint)):
             return _resolved(checkpoint)
     raise unusable("checkpoint not found", path, _what_exists(path, target), _SPECIFY_ONE)
+
+
+def has_name_of_checkpoint(name: str) -> bool:
+    """Whether a directory with this *name* is a checkpoint of a run, a superseded one, or one that is being saved."""
+    is_published = layout.parse_checkpoint_name(name) is not None
+    return is_published or layout.is_superseded(name) or layout.is_staging(name)
 
 
 def whole_checkpoint(path: Path) -> Path:
@@ -181,11 +189,7 @@ def whole_checkpoint(path: Path) -> Path:
     for directory in (found, found.parent):
         if has_manifest(directory):
             return directory
-    name = found.name
-    is_named_so = (
-        layout.parse_checkpoint_name(name) or layout.is_superseded(name) or layout.is_staging(name)
-    )
-    if is_named_so or formats_in(found):
+    if has_name_of_checkpoint(found.name) or formats_in(found):
         return found
     known = detect(found)
     if known is not None and not known.is_readable:
@@ -211,23 +215,12 @@ def _external_file(path: Path) -> Path:
 
 def _resolved(path: Path) -> Path:
     """Return the absolute path without links. A checkpoint that was moved elsewhere keeps its path in its run."""
-    from automodel_ckpt.checkpoint.run.resume import is_moved
-
-    if layout.parse_checkpoint_name(path.name) and is_moved(path):
+    if layout.parse_checkpoint_name(path.name) and resume.is_moved(path):
         return path.parent.resolve() / path.name
     return path.resolve()
 
 
-def _is_second_name(checkpoint: Path) -> bool:
-    """Whether *checkpoint* is a link to another checkpoint of its run."""
-    from automodel_ckpt.checkpoint.run.resume import is_moved
-
-    return checkpoint.is_symlink() and not is_moved(checkpoint)
-
-
 def _newest(run: Path) -> Path:
-    from automodel_ckpt.checkpoint.run import resume
-
     newest = resume.newest(run)
     if newest is None:
         raise unusable("no complete checkpoint found", run, "", "`ckpt ls` lists the reasons")

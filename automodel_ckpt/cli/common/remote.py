@@ -96,9 +96,14 @@ def remote_problems(run: RemoteRun, name: str, manifest: Manifest, *, deep: bool
         if size is None:
             problems.append(Problem("a file of the checkpoint is missing", where, "", _HINT))
         elif size != record.size:
-            value = f"{size} bytes, {record.size} when it was saved"
-            what = "a file of the checkpoint has another size"
-            problems.append(Problem(what, where, value, _HINT))
+            problems.append(
+                Problem(
+                    "a file of the checkpoint has another size",
+                    where,
+                    f"{size} bytes, {record.size} when it was saved",
+                    _HINT,
+                )
+            )
         else:
             intact.append(file)
     if deep:

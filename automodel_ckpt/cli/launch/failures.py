@@ -131,10 +131,7 @@ def lost_connection_record(
 def ended_run_record(code: int, host: str) -> FailureRecord:
     """Return the record of a launcher that ends with *code*, because ranks of the node *host* failed."""
     problem = Problem(
-        f"ranks of node {host} failed",
-        "another node",
-        f"exit code {code}",
-        "see the output on that node",
+        f"ranks of node {host} failed: see the output there", "another node", f"exit code {code}"
     )
     return FailureRecord(time.time(), -1, code, f"error: {problem}", names_rank=True)
 

@@ -28,6 +28,7 @@ from automodel_ckpt.cli.launch.failures import (
 )
 from automodel_ckpt.cli.launch.process import print_message, report_stop, this_rank, world_size
 from automodel_ckpt.cli.launch.ranks import (
+    SET_MASTER_ADDR,
     choose_rendezvous,
     remove_leftover_ranks,
     slurm_environment,
@@ -176,7 +177,7 @@ def _serve_store() -> Any:
             "the host name of rank 0 cannot be resolved",
             "MASTER_ADDR",
             os.environ["MASTER_ADDR"],
-            "set --master-addr to a host name or an address that all nodes of the job can resolve",
+            SET_MASTER_ADDR,
         )
     if os.environ["RANK"] != "0":
         return None

@@ -90,8 +90,5 @@ def check_working_directory() -> None:
         os.getcwd()
     except FileNotFoundError as error:
         raise RecipeError(
-            "the current directory does not exist",
-            os.environ.get("PWD", "."),
-            "it was removed",
-            "cd to an existing directory",
+            "the current directory was removed", os.environ.get("PWD", "."), ""
         ) from error

@@ -24,6 +24,12 @@ from automodel_ckpt.parallel.mesh_sizes import (
     share_out,
 )
 
+SET_MASTER_ADDR = "set --master-addr to a host name or address of task 0 that all nodes can resolve"
+_LEFT_OVER = "if torchrun did not start ckpt-train, unset RANK, which is left over in the shell"
+_RENDEZVOUS = (
+    "give all nodes the same --rdzv-endpoint HOST:PORT and --rdzv-id NAME; a fixed number of nodes without restarts "
+    "can have --master-addr HOST and --node-rank N instead"
+)
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MASTER_PORT = 29500
 """The port of --master-addr if --master-port is not given, as in torchrun."""
@@ -49,11 +55,10 @@ def started_by(environment: Texts, flags: LaunchFlags) -> str | None:
         _validate_ranks(environment)
         if requests_ranks:
             raise RecipeError(
-                "this process is already a rank, started by torchrun or a similar program",
+                "this process is already a rank, and torchrun determines these flags",
                 "--nproc-per-node, --nnodes, --max-restarts",
                 f"RANK={environment['RANK']} WORLD_SIZE={environment['WORLD_SIZE']}",
-                "set these flags for torchrun only, or run ckpt-train without torchrun: "
-                "unset RANK if it is left over in the shell",
+                _LEFT_OVER,
             )
         return "torchrun"
     in_step = "SLURM_STEP_ID" in environment or "SLURM_JOB_ID" not in environment
@@ -93,7 +98,7 @@ def _validate_ranks(environment: Texts) -> None:
         "these variables do not describe a rank",
         "environment",
         " ".join(f"{name}={text}" for name, text in values.items()),
-        "correct them if you start the ranks yourself; otherwise unset RANK, which is left over in the shell",
+        _LEFT_OVER,
     )
 
 
@@ -124,12 +129,8 @@ def slurm_environment(environment: Texts, flags: LaunchFlags) -> TextDict:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
     is_single = slurm_number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1) == 1
     if not (is_single or nodes or flags.master_addr or "MASTER_ADDR" in environment):
-        raise RecipeError(
-            "srun does not provide the nodes of the step",
-            "SLURM_STEP_NODELIST, SLURM_JOB_NODELIST",
-            "",
-            "set --master-addr to the host of task 0",
-        )
+        what, where = "srun does not provide the nodes of the step", "SLURM_JOB_NODELIST"
+        raise RecipeError(what, where, "", SET_MASTER_ADDR)
     master_addr = flags.master_addr
     if not master_addr:
         master_addr = "127.0.0.1" if is_single or not nodes else first_host(nodes)
@@ -177,7 +178,7 @@ def slurm_number(environment: Texts, *names: str, default: int) -> int:
     if not is_number(text):
         raise RecipeError(
             "this variable of Slurm is not a number",
-            name or "",
+            name,
             text,
             "correct it, or unset SLURM_PROCID to run without srun's ranks",
         )
@@ -218,7 +219,6 @@ def check_ranks(loaded: LoadedRecipe, ranks: int | None) -> None:
         "step_scheduler.global_batch_size must be a multiple of local_batch_size x ranks",
         loaded.origins["step_scheduler.global_batch_size"],
         f"global_batch_size: {global_batch}, local_batch_size: {local_batch}, ranks: {dp_size}",
-        "change the global batch, the local batch or the number of ranks",
     )
 
 
@@ -296,10 +296,9 @@ def _endpoint(text: str) -> str:
     is_port = is_number(port) and 0 < int(port) < 65536
     if not bare or is_ipv6 != host.startswith("[") or not is_port:
         raise RecipeError(
-            "invalid rendezvous endpoint",
+            "the rendezvous endpoint is not HOST:PORT, such as node0:29400 or [fd00::1]:29400",
             "--rdzv-endpoint",
             text,
-            "use HOST:PORT, such as node0:29400 or [fd00::1]:29400",
         )
     return f"{host}:{port}"
 
@@ -313,7 +312,7 @@ def _validate_no_static_flags(flags: LaunchFlags) -> None:
                 "two kinds of rendezvous are configured",
                 f"--{name.replace('_', '-')} with --rdzv-endpoint",
                 value,
-                "use --rdzv-endpoint (which assigns the node ranks), or --master-addr with --node-rank",
+                _RENDEZVOUS,
             )
 
 
@@ -325,8 +324,7 @@ def _validate_static_nodes(flags: LaunchFlags, min_nodes: int, max_nodes: int) -
             "a rendezvous endpoint is required",
             "--nnodes, --master-addr, --max-restarts",
             f"{flags.nnodes}, {flags.master_addr}, {flags.max_restarts}",
-            "add --rdzv-endpoint HOST:PORT and --rdzv-id NAME, the same on all nodes (a fixed number of nodes "
-            "without restarts can have --master-addr HOST and --node-rank N instead)",
+            _RENDEZVOUS,
         )
 
 
@@ -339,9 +337,6 @@ def _node_rank(flags: LaunchFlags, num_nodes: int, environment: Texts) -> int:
         rank = slurm_number(environment, "SLURM_NODEID", default=0)
     if rank is None or rank >= num_nodes:
         raise RecipeError(
-            "the rank of this node is missing or too large",
-            "--node-rank",
-            rank,
-            f"give each node a different rank from 0 to {num_nodes - 1}",
+            f"each node needs a different rank from 0 to {num_nodes - 1}", "--node-rank", rank
         )
     return rank

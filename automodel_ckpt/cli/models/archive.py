@@ -3,7 +3,6 @@ pack``: a .nemo or .qnemo file as a directory that can be edited, and back."""
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from dataclasses import asdict
@@ -15,8 +14,8 @@ from automodel_ckpt.base.units import counted, size_text
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.cli.common.arguments import WHERE, number_at_least
 from automodel_ckpt.cli.common.output import print_document
-from automodel_ckpt.cli.common.paths import find_checkpoint, run_directory
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError, printable
+from automodel_ckpt.cli.common.paths import OWN_ONLY, find_checkpoint, run_directory
+from automodel_ckpt.errors import EXIT_DONE, RecipeError, printable, unusable
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.formats.nemo.archives import ArchiveReport
@@ -67,19 +66,13 @@ def run(arguments: Namespace) -> int:
     if source is None:
         source = find_checkpoint(path)
         if layout.parse_checkpoint_name(source.name) is None:
-            raise CheckpointUnusable(
-                "only checkpoints of this program can be archived",
-                source,
-                source.name,
-                "name a run directory or a checkpoint; `ckpt import` makes one from other files",
+            raise unusable(
+                "only checkpoints of this program can be archived", source, source.name, OWN_ONLY
             )
     target = Path(arguments.output).expanduser()
     if target.suffix != ".zst":
         raise RecipeError(
-            "archives are compressed with zstd, and their name ends in .tar.zst",
-            "--output",
-            str(target),
-            "write a file such as run.tar.zst",
+            "archives are compressed with zstd, and their name ends in .tar.zst", "--output", target
         )
     check_file_target(target, overwrite=arguments.force)
     log = _ignore if arguments.json else print
@@ -133,9 +126,8 @@ def _print_report(arguments: Namespace, report: ArchiveReport) -> int:
     files = counted(report.num_files, "file")
     _log(f"{report.kind}: {files}, {size_text(report.nbytes)}")
     if arguments.json:
-        print(json.dumps({**asdict(report), "output": str(report.output)}, indent=2))
-    else:
-        print_path(report.output)
+        return print_document(arguments, {**asdict(report), "output": str(report.output)}, ())
+    print_path(report.output)
     return EXIT_DONE
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.base.units import counted, size_text
+from automodel_ckpt.base.units import counted, size_text, some_of
 from automodel_ckpt.checkpoint.files.layout import CheckpointName
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.cli.common.arguments import CHECKPOINT_NAME
@@ -25,8 +25,9 @@ def _numbers(text: str) -> list[float]:
     try:
         return [float(word) for word in text.split(",")]
     except ValueError as error:
-        what = f"these are not numbers, separated by commas, such as 0.5,0.3,0.2: {text}"
-        raise ArgumentTypeError(what) from error
+        raise ArgumentTypeError(
+            f"these are not numbers, separated by commas, such as 0.5,0.3,0.2: {text}"
+        ) from error
 
 
 USAGE = f"""
@@ -80,12 +81,8 @@ def _sources(arguments: Namespace) -> list[Path]:
         return sources
     run = run_directory(sources[0])
     if len(sources) > 1 or run is None:
-        raise RecipeError(
-            "--last needs one run directory",
-            "SOURCE",
-            ", ".join(arguments.sources),
-            "name one directory with checkpoints, or list the checkpoints without --last",
-        )
+        value = ", ".join(arguments.sources)
+        raise RecipeError("--last needs one run directory", "SOURCE", value)
     return last_checkpoints(run, arguments.last)
 
 
@@ -107,16 +104,14 @@ def _lines(planned: Average) -> Iterator[str]:
     """Describe what will be averaged."""
     checkpoint = planned.checkpoint
     yield f"average -> {checkpoint.target}"
-    rows = [
-        (f"{weight:.4g}", str(path))
-        for path, weight in zip(planned.sources, planned.weights, strict=True)
-    ]
+    pairs = zip(planned.weights, planned.sources, strict=True)
+    rows = [(f"{weight:.4g}", str(path)) for weight, path in pairs]
     tensors = counted(len(checkpoint.weights.tensors), "tensor")
     rows.append(("weights", f"{tensors}, {size_text(checkpoint.nbytes)}"))
     rows.append(("other files", side_files_text(checkpoint)))
     if planned.copied:
         number = counted(len(planned.copied), "tensor")
-        text = ", ".join(planned.copied[:_MAX_NAMES])
+        text = some_of(planned.copied, _MAX_NAMES)
         rows.append(("copied", f"{number} with differences: {text}"))
     if checkpoint.left_out:
         rows.append(("not included", ", ".join(checkpoint.left_out)))

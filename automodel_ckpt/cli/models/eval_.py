@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.base.terminal import print_error
 from automodel_ckpt.base.units import measure_text
-from automodel_ckpt.cli.common.output import json_text, table
+from automodel_ckpt.cli.common.output import print_document, table
 from automodel_ckpt.cli.common.paths import local_model
 from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.cli.models.generate import SOURCE_OPTIONS, load_model
-from automodel_ckpt.errors import EXIT_DONE, printable
+from automodel_ckpt.errors import printable
 
 if TYPE_CHECKING:
     from automodel_ckpt.models.measure.harness import TaskMetric
@@ -68,20 +68,9 @@ def run(arguments: Namespace) -> int:
     index = check_tasks(given, _TASKS)
     loaded = load_model(arguments)
     metrics = run_tasks(loaded.model, loaded.tokenizer, given, index)
-    if arguments.json:
-        print(
-            json_text(
-                {
-                    "model": loaded.name,
-                    "metrics": [
-                        {name: getattr(each, name) for name in _FIELDS} for each in metrics
-                    ],
-                }
-            )
-        )
-    else:
-        print("\n".join(map(printable, _table(metrics))))
-    return EXIT_DONE
+    values = [{name: getattr(each, name) for name in _FIELDS} for each in metrics]
+    document = {"model": loaded.name, "metrics": values}
+    return print_document(arguments, document, map(printable, _table(metrics)))
 
 
 def _table(metrics: Sequence[TaskMetric]) -> list[str]:

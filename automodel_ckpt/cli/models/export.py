@@ -57,13 +57,9 @@ def run(arguments: Namespace) -> int:
     source = find_checkpoint(Path(arguments.path))
     is_average = source.name == layout.AVERAGE and has_manifest(source.parent)
     if target.resumes and (arguments.ema or is_average):
-        option = f"--to {target.name}"
-        raise RecipeError(
-            "the average of the weights has no optimizer state, and a run cannot be continued from it",
-            f"ckpt export {_EMA}" if arguments.ema else str(arguments.path),
-            option,
-            f"export the run without {_EMA}, or the average without {option}",
-        )
+        what = "the average of the weights has no optimizer state, and a run cannot be continued from it"
+        where = f"ckpt export {_EMA}" if arguments.ema else arguments.path
+        raise RecipeError(what, where, f"--to {target.name}")
     if not any(has_manifest(each) for each in (source, source.parent)):
         _check_external(source, target.name)
     chosen = _average_in(source) if arguments.ema else source
@@ -116,6 +112,5 @@ def _average_in(source: Path) -> Path:
     raise CheckpointUnusable(
         "this checkpoint has no average of the weights",
         source,
-        f"no directory {layout.AVERAGE}",
-        f"remove {_EMA}; the section ema of a recipe keeps an average",
+        f"no directory {layout.AVERAGE}: the section ema of a recipe keeps an average",
     )

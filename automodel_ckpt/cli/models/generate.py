@@ -15,12 +15,13 @@ from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.cli.common.output import json_text
 from automodel_ckpt.cli.common.paths import local_model
 from automodel_ckpt.cli.entry import ending_on_interrupt
-from automodel_ckpt.errors import EXIT_DONE, RecipeError
+from automodel_ckpt.errors import EXIT_DONE, TO_UTF8, RecipeError
 
 if TYPE_CHECKING:
     from automodel_ckpt.cli.models.loading import LoadedModel
     from automodel_ckpt.models.measure.generation import Completion, Sampling
 
+_NO_TEMPLATE = "the tokenizer of this model has no chat template"
 _PATH = "a run directory, a checkpoint, an export, an adapter, or a model of the Hub"
 
 
@@ -62,7 +63,7 @@ Complete prompts with a model. A prompt is rendered as a message of the user by 
 it has one. Text is printed while it is generated.
 
 {MODEL_OPTIONS}
---prompt -p repeat TEXT | a prompt; can be repeated; - reads standard input
+--prompt -p required repeat TEXT | a prompt; can be repeated; - reads standard input
 --image repeat FILE     | an image before the prompt, for models that take images; can be repeated
 --raw                   | continue the text itself, without a chat template
 """
@@ -107,38 +108,18 @@ def _prompt(text: str) -> str:
         prompt = sys.stdin.read().rstrip("\n") if text == "-" else text
         prompt.encode()
     except UnicodeError as error:
-        raise RecipeError(
-            "the prompt is not valid UTF-8",
-            "--prompt",
-            str(error),
-            "convert it to UTF-8, for example with iconv",
-        ) from error
+        raise RecipeError("the prompt is not valid UTF-8", "--prompt", error, TO_UTF8) from error
     return prompt
 
 
 def _check(arguments: Namespace) -> None:
     """Raise :class:`RecipeError` for arguments that do not fit together, before the model is loaded."""
-    if not arguments.prompt:
-        raise RecipeError(
-            "there is no prompt",
-            "ckpt generate",
-            "",
-            'add -p "TEXT", or use `ckpt chat` for a conversation',
-        )
     if arguments.prompt.count("-") > 1:
-        raise RecipeError(
-            "standard input can be only one prompt",
-            "--prompt",
-            "-",
-            "give it once",
-        )
+        raise RecipeError("standard input can be only one prompt", "--prompt", "-")
     for option, value in (("--image", arguments.image), ("--system", arguments.system)):
         if arguments.raw and value:
             raise RecipeError(
-                f"{option} needs a chat template, which --raw does not use",
-                option,
-                value,
-                f"remove --raw or {option}",
+                f"{option} needs a chat template, which --raw does not use", option, value
             )
     for name in arguments.image:
         _check_image(name)
@@ -156,12 +137,7 @@ def _check_image(name: str) -> None:
             image.load()
     # Which one, depends on the format.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise RecipeError(
-            "the image cannot be read",
-            name,
-            str(error)[:200],
-            "name an image file, such as a PNG or a JPEG",
-        ) from error
+        raise RecipeError("the image cannot be read", name, str(error)[:200]) from error
 
 
 def load_model(arguments: Namespace) -> LoadedModel:
@@ -177,10 +153,7 @@ def load_model(arguments: Namespace) -> LoadedModel:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise RecipeError(
-            "there is no such device",
-            "--device",
-            device,
-            f"remove --device, or use cpu ({str(error).splitlines()[0][:100]})",
+            "there is no such device", "--device", f"{device} ({str(error).splitlines()[0][:100]})"
         ) from error
     seed = getattr(arguments, "seed", None)
     if seed is not None:
@@ -215,12 +188,8 @@ def _complete(
             content = [*parts, {"type": "text", "text": prompt}]
         given = [*system_messages(arguments.system), {"role": "user", "content": content}]
     elif arguments.system or arguments.image:
-        raise RecipeError(
-            "the tokenizer of this model has no chat template",
-            "--system" if arguments.system else "--image",
-            arguments.system or arguments.image[0],
-            "remove it, and write the prompt as the model was trained on",
-        )
+        option = "--system" if arguments.system else "--image"
+        raise RecipeError(_NO_TEMPLATE, option, arguments.system or arguments.image[0])
     inputs = inputs_of(loaded.preprocessor, given, loaded.model.device)
     return generate(loaded.model, loaded.preprocessor, inputs, sampling, on_text)
 
@@ -259,7 +228,7 @@ def run_chat(arguments: Namespace) -> int:
 
     if not has_chat_template(loaded.preprocessor):
         raise RecipeError(
-            "the tokenizer of this model has no chat template",
+            _NO_TEMPLATE,
             arguments.path,
             "",
             'use `ckpt generate PATH -p "TEXT"`, which continues a text',

@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.cli.common.arguments import WHERE, option_flag, without_effect
 from automodel_ckpt.cli.common.output import print_document
 from automodel_ckpt.cli.common.paths import download_directory, find_checkpoint
-from automodel_ckpt.errors import EXIT_DONE, RecipeError
+from automodel_ckpt.errors import EXIT_DONE, TO_UTF8, RecipeError
 
 if TYPE_CHECKING:
     from automodel_ckpt.hub.bundle import Bundle
@@ -65,7 +65,6 @@ def run_push(arguments: Namespace) -> int:
                 "two branches are given",
                 "ckpt push",
                 f"{address.revision}, --revision {arguments.revision}",
-                "remove one of them",
             )
         address = HubAddress(address.repo, arguments.revision)
     _check_base(arguments)
@@ -120,10 +119,9 @@ def run_pull(arguments: Namespace) -> int:
     done = pull(address, directory, print_error, num_threads=arguments.num_threads)
     seconds = time.monotonic() - started
     document = {**asdict(done), "path": str(done.path), "seconds": seconds}
-    checked = (
-        "verified" if not done.has_manifest else "verified, also by the manifest of the export"
-    )
-    size = f"{size_text(done.nbytes)} in {seconds:.1f} s, {checked}"
+    size = f"{size_text(done.nbytes)} in {seconds:.1f} s, verified"
+    if done.has_manifest:
+        size += ", also by the manifest of the export"
     text = f"downloaded {done.path}: commit {done.commit[:12]}, {size}"
     return print_document(arguments, document, text)
 
@@ -189,10 +187,7 @@ def _readme(path: str | None) -> str | None:
         return Path(path).read_text("utf-8")
     except UnicodeDecodeError as error:
         raise RecipeError(
-            "this file is not UTF-8 text",
-            "--card",
-            f"{path} (byte {error.start})",
-            "convert it to UTF-8, for example with iconv",
+            "this file is not UTF-8 text", "--card", f"{path} (byte {error.start})", TO_UTF8
         ) from error
 
 
@@ -218,12 +213,10 @@ def _metrics(paths: Sequence[str]) -> list[Metric]:
                 "this is not the output of `ckpt eval --json`",
                 "--eval",
                 f"{path} ({type(error).__name__})",
-                "`ckpt eval ... --json > results.json` writes such a file",
             ) from error
     return found
 
 
 def _finite(value: Any) -> float | None:
     """Convert a number of a JSON document; None for NaN and infinity, which `ckpt eval` prints as null."""
-    number = math.nan if value is None else float(value)
-    return number if math.isfinite(number) else None
+    return float(value) if value is not None and math.isfinite(value) else None

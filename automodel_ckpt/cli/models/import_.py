@@ -14,10 +14,10 @@ from automodel_ckpt.base.terminal import colored, print_path
 from automodel_ckpt.base.units import counted, size_text, some_of
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.cli.common.adapter_models import adapter_builder
-from automodel_ckpt.cli.common.arguments import CHECKPOINT_NAME
+from automodel_ckpt.cli.common.arguments import CHECKPOINT_NAME, without_effect
 from automodel_ckpt.cli.common.model_parameters import compare_names, parameters_in
 from automodel_ckpt.cli.common.output import table
-from automodel_ckpt.errors import EXIT_DONE, RecipeError, printable
+from automodel_ckpt.errors import EXIT_DONE, printable
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint
@@ -57,12 +57,7 @@ def run(arguments: Namespace) -> int:
     )
     planned = prepare(Path(arguments.source), Path(arguments.run), options)
     if arguments.base is not None and planned.adapter is None:
-        raise RecipeError(
-            "--base is for adapters, and the source is a complete model",
-            "--base",
-            arguments.base,
-            "remove --base",
-        )
+        raise without_effect("import", "--base", arguments.base, "with a complete model")
     finish(arguments, planned, _lines(planned), _document(planned), _start_line)
     return EXIT_DONE
 

@@ -187,12 +187,7 @@ def _files_of(directory: Path, source: Path, base: str | None) -> _Files:
     """The files in *directory*, which were made of *source*. Finds the base of an adapter."""
     if not (directory / layout.ADAPTER_CONFIG).is_file():
         if base is not None:
-            raise RecipeError(
-                "this model has no base: it is no adapter",
-                "--base",
-                base,
-                "remove --base",
-            )
+            raise RecipeError("this model has no base: it is no adapter", "--base", base)
         return _Files(str(directory))
     config = read_json(directory, layout.ADAPTER_CONFIG) or {}
     stated = config.get("base_model_name_or_path")
@@ -273,8 +268,12 @@ def _check_head(config: Any, where: str) -> None:
         kinds = ["modules.json, the file of sentence-transformers"]
         hint = f"use {try_command(directory)}"
     if kinds:
-        what = "this model computes embeddings, labels or numbers of texts, and generates none"
-        raise RecipeError(what, where, kinds[0], hint)
+        raise RecipeError(
+            "this model computes embeddings, labels or numbers of texts, and generates none",
+            where,
+            kinds[0],
+            hint,
+        )
 
 
 def _takes_images(config: Any) -> bool:

@@ -9,11 +9,17 @@ from pathlib import Path
 from automodel_ckpt.base.store_url import is_url
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.cli.common.arguments import without_effect
 from automodel_ckpt.cli.common.output import print_document
-from automodel_ckpt.cli.common.paths import download_directory, find_checkpoint
+from automodel_ckpt.cli.common.paths import (
+    IN_THE_WAY,
+    OWN_ONLY,
+    download_directory,
+    find_checkpoint,
+)
 from automodel_ckpt.cli.common.remote import locate, locate_one
 from automodel_ckpt.cli.models import hub
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import RecipeError, unusable
 
 _URL = "URL of a run in a store, such as s3://BUCKET/RUN (s3, gs, az, file)"
 _THREADS = """
@@ -54,11 +60,8 @@ def run(arguments: Namespace) -> int:
     hub.reject_hub_options(arguments)
     checkpoint = find_checkpoint(Path(arguments.path))
     if not layout.parse_checkpoint_name(checkpoint.name):
-        raise CheckpointUnusable(
-            "only checkpoints of this program can be pushed",
-            checkpoint,
-            checkpoint.name,
-            "name a run directory or a checkpoint; `ckpt import` makes one from other files",
+        raise unusable(
+            "only checkpoints of this program can be pushed", checkpoint, checkpoint.name, OWN_ONLY
         )
     remote, name = locate(arguments.url)
     if name is not None:
@@ -66,7 +69,6 @@ def run(arguments: Namespace) -> int:
             "the URL of a run is needed, without the name of a checkpoint",
             "ckpt push",
             arguments.url,
-            f"use {remote.store}",
         )
     rate = arguments.max_mb_per_second
     throttle = Throttle(None if rate is None else 1e6 * rate)
@@ -93,12 +95,7 @@ def run_pull(arguments: Namespace) -> int:
         _check_is_url(arguments.url, "ckpt pull")
         return _pull_checkpoint(arguments)
     if arguments.no_exports:
-        raise RecipeError(
-            "a model of the Hub has no exports beside it",
-            "ckpt pull --no-exports",
-            arguments.url,
-            "remove --no-exports",
-        )
+        raise without_effect("pull", "--no-exports", True, "with a model of the Hub")
     return hub.run_pull(arguments)
 
 
@@ -110,20 +107,12 @@ def _pull_checkpoint(arguments: Namespace) -> int:
 
     if arguments.directory is not None and is_url(arguments.directory):
         raise RecipeError(
-            "the target of a download is a local directory",
-            "ckpt pull",
-            arguments.directory,
-            "download to a directory, then use `ckpt push` to copy the checkpoint to another store",
+            "the target of a download is a local directory", "ckpt pull", arguments.directory
         )
     remote, name, manifest = locate_one(arguments.url)
     directory = download_directory(arguments.directory, str(remote.store))
     if (directory / name).exists():
-        raise RecipeError(
-            "a checkpoint of this name exists",
-            directory / name,
-            name,
-            "choose another one, or remove it",
-        )
+        raise RecipeError("a checkpoint of this name exists", directory / name, name, IN_THE_WAY)
     started = time.monotonic()
     with held_run(directory, f"downloading {name}"):
         path = pull_checkpoint(

@@ -283,8 +283,9 @@ def run_hf(arguments: Namespace, source: Path) -> ValueDict:
         report = _merged(arguments, source)
         _finish(report, print_output=not arguments.json)
     elif arguments.base is not None:
-        where = "with --to hf without --merge"
-        raise without_effect(arguments.command, "--base", arguments.base, where)
+        raise without_effect(
+            arguments.command, "--base", arguments.base, "with --to hf without --merge"
+        )
     else:
         report = export_hf(
             source,

@@ -82,9 +82,12 @@ def collator(section: Section, data: str) -> None:
         return
     section.take("collate_fn")
     if name.removeprefix("nemo_automodel.components.") not in _COLLATORS.split():
-        what = "this collate function is not supported"
-        hint = "remove collate_fn to use the processor's own conversion of text, images and audio"
-        section.reject("collate_fn", target, what, hint)
+        section.reject(
+            "collate_fn",
+            target,
+            "this collate function is not supported",
+            "remove collate_fn to use the processor's own conversion of text, images and audio",
+        )
         return
     section.no_effect("collate_fn", node)
     ours = section.work.section(data)
@@ -132,11 +135,9 @@ def packing(section: Section) -> None:
 def _image_packs(section: Section) -> None:
     """Translate what packing of images does with long samples, and the text that it adds before answers."""
     data = section.work.section("dataset")
-    limit = section.take("max_length")
-    drops = section.take("drop_long_samples")
-    if limit is not None:
+    if limit := section.take("max_length"):
         data.put("seq_length", limit)
-    if drops is not None and is_true(drops):
+    if drops := section.flag("drop_long_samples"):
         data.put("truncation", Node("skip", drops.origin))
     hook = section.peek("post_tokenize_hook_fn")
     if hook is not None and str(hook.value).endswith(".gemma4_inject_thinking_prefix"):
@@ -153,12 +154,10 @@ def tokenizer(section: Section) -> None:
         return
     name = _own_name(section)
     settings = [key for key, child in section.node.children() if not child.is_null]
-    if not settings:
-        if name is not None:
-            section.put("from_pretrained", name)
-        return
+    if not settings and name is not None:
+        section.put("from_pretrained", name)
     name = name or name_of_model(section)
-    if name is not None:
+    if settings and name is not None:
         section.put("_target_", Node("transformers.AutoTokenizer.from_pretrained", name.origin))
         section.put(_NAME, name)
         for key in settings:

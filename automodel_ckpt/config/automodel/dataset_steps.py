@@ -31,22 +31,21 @@ _SOURCE = "question: {{ question }}  context: {{ context }}"
 def _columns(section: Section) -> None:
     """Translate the columns of a prompt and its completion. AutoModel writes a space after each part of the prompt."""
     mapping = section.inner("column_mapping", to=section.to)
-    columns = {name: mapping.take(name) for name in ("context", "question")}
-    given = {name: node for name, node in columns.items() if node is not None}
+    columns = [mapping.take(name) for name in ("context", "question")]
+    given = [column for column in columns if column is not None]
     if given:
-        template = "".join(f"{{{{ {column.value} }}}} " for column in given.values())
-        origin = next(iter(given.values())).origin
-        section.put("prompt_field", Node(template, origin, quoted=True))
+        template = "".join(f"{{{{ {column.value} }}}} " for column in given)
+        section.put("prompt_field", Node(template, given[0].origin, quoted=True))
     mapping.rename("answer", "completion_field")
 
 
 def _labels(section: Section) -> None:
     """Translate which tokens have labels: the keys that restrict them to the answer or to the last answer."""
-    answers_only = section.take("answer_only_loss_mask")
-    if answers_only is not None and is_true(answers_only):
-        section.no_effect("answer_only_loss_mask", answers_only)
-    elif answers_only is not None:
+    answers_only = section.peek("answer_only_loss_mask")
+    if answers_only is not None and not is_true(answers_only):
+        section.take("answer_only_loss_mask")
         section.put("learn", replace(answers_only, value="all"))
+    section.drop("answer_only_loss_mask")
     last_only = section.flag("mask_history")
     if last_only is not None:
         section.put("learn", replace(last_only, value="last"))
@@ -119,10 +118,7 @@ def _length(section: Section, *, is_ours: bool = False) -> None:
 
 def _put_length(section: Section, limit: Node | None) -> None:
     """Set the maximum length; without one, our limit is the model's context."""
-    if limit is None:
-        section.put_default("seq_length", "null")
-    else:
-        section.put("seq_length", limit)
+    section.put("seq_length", limit or Node("null", AUTOMODEL_DEFAULT))
 
 
 def _policy(section: Section, given: Node | None, policy: str) -> None:
@@ -253,10 +249,9 @@ def _megatron(section: Section) -> None:
 
 def _nanogpt(section: Section) -> None:
     """Translate the token that samples begin with, which AutoModel uses with align_to_bos only."""
-    if section.flag("align_to_bos") is None:
-        section.drop("bos_token")
-    else:
+    if section.flag("align_to_bos"):
         section.rename("bos_token")
+    section.drop("bos_token")
 
 
 STEPS: dict[str, Callable[[Section], None]] = {

@@ -401,8 +401,12 @@ def quantization(section: Section) -> None:
         kind = replace(kind, origin=origin)
         section.work.section("quantization", "peft").put("quantize_base", kind)
     else:
-        hint = "add a section peft (QLoRA), or remove the section"
-        section.reject(name, node, "training of quantized weights is not supported", hint)
+        section.reject(
+            name,
+            node,
+            "training of quantized weights is not supported",
+            "add a section peft (QLoRA), or remove the section",
+        )
     section.apply("""
         - bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type load_in_4bit load_in_8bit
         ~ bnb_4bit_use_double_quant: the scales of quantized weights are not quantized

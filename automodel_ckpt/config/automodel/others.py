@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from automodel_ckpt.config.automodel.rows import (
+    AUTOMODEL_DEFAULT,
     DTYPES,
     Section,
     above_1,
@@ -46,7 +47,6 @@ cp_size
 dp_replicate_size
 sequence_parallel
 reshard_after_forward
-* experts
 - moe autocast_dtype activation_checkpointing_scope enable_async_tensor_parallel
 - enable_fsdp2_prefetch fsdp2_forward_prefetch_depth fsdp2_backward_prefetch_depth patch_is_packed_sequence
 - broadcast_buffers find_unused_parameters static_graph bucket_cap_mb gradient_as_bucket_view
@@ -69,7 +69,8 @@ def distributed(section: Section) -> None:
     if offloaded is not None:
         section.put("cpu_offload", Node("true", offloaded.origin))
     _pipeline(section)
-    section.apply(_DISTRIBUTED, {"experts": _experts})
+    section.apply(_DISTRIBUTED)
+    _experts(section)
 
 
 def _experts(section: Section) -> None:
@@ -93,8 +94,12 @@ def _experts(section: Section) -> None:
 def _strategy(section: Section, node: Node) -> None:
     name = str(node.value).lower()
     if name not in _STRATEGIES:
-        hint = f"use one of {', '.join(_STRATEGIES)}"
-        section.reject("strategy", node, "this strategy is not supported", hint)
+        section.reject(
+            "strategy",
+            node,
+            "this strategy is not supported",
+            f"use one of {', '.join(_STRATEGIES)}",
+        )
         return
     if name not in ("fsdp2", "ddp"):
         section.degraded("strategy", node, "fsdp2 of torch is used; the same mathematics")
@@ -145,12 +150,10 @@ def _compilation(section: Section) -> None:
     """Translate the compilation of each layer, which is what the section compile does here."""
     node = section.flag("enable_compile")
     given = section.theirs("compile.enabled")
-    if node is None:
-        return
-    if given is not None and (given.is_flag or is_true(given)):
+    if node is not None and given is not None and (given.is_flag or is_true(given)):
         section.no_effect("enable_compile", node)
-        return
-    section.put_root("compile.enabled", Node("true", node.origin))
+    elif node is not None:
+        section.put_root("compile.enabled", Node("true", node.origin))
 
 
 def _pipeline(section: Section) -> None:
@@ -287,10 +290,10 @@ def neftune(section: Section) -> None:
     model = section.work.section("neftune", "model")
     given = root.take("neftune") if isinstance(node.value, str) else model.take("noise_alpha")
     if given is None:
-        model.put_default("neftune_alpha", "5.0")
-    else:
-        off = value_of(given) == 0
-        model.put("neftune_alpha", Node("null", given.origin) if off else given)
+        given = Node("5.0", AUTOMODEL_DEFAULT)
+    elif value_of(given) == 0:
+        given = Node("null", given.origin)
+    model.put("neftune_alpha", given)
     model.drop("enabled")
 
 
@@ -304,9 +307,9 @@ def _enabled(section: Section, ours: Sequence[str]) -> Node | None:
     is_ours = any(section.get(key) is not None for key in ours)
     if is_ours and section.get("enabled") is None:
         return None
-    is_on = section.is_on("enabled")
-    enabled = section.take("enabled")
-    if is_on and enabled is not None:
+    if section.is_on("enabled"):
+        enabled = section.take("enabled")
+        assert enabled is not None
         # Errors about the section are reported at this line.
         section.put_root(section.to, Node({}, enabled.origin))
         return enabled

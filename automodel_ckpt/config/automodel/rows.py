@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import annotation_at, join
 from automodel_ckpt.config.tree.convert import FALSE_WORDS, TRUE_WORDS, members
@@ -98,7 +99,7 @@ class Section:
     @property
     def node(self) -> Node | None:
         """The section as far as it has not been translated yet. None when it does not exist or is not a mapping."""
-        node = self.theirs(self.path) if self.path else self.work.source
+        node = self.theirs(self.path)
         return node if node is not None and isinstance(node.value, dict) else None
 
     @property
@@ -109,7 +110,7 @@ class Section:
 
     def theirs(self, key: str) -> Node | None:
         """Return the node at a dotted key of AutoModel's recipe that has not been translated yet."""
-        return self.work.source.at(key)
+        return self.work.source.at(key) if key else self.work.source
 
     def ours(self, key: str) -> Node | None:
         """Return the node at a dotted key of our recipe."""
@@ -137,8 +138,8 @@ class Section:
     def take(self, name: str) -> Node | None:
         """Remove and return the node at a dotted name. Returns None when it does not exist or is null."""
         found = self.peek(name)
-        parent, _, last = name.rpartition(".")
-        section = self.node.at(parent) if self.node is not None and parent else self.node
+        parent, _, last = join(self.path, name).rpartition(".")
+        section = self.theirs(parent)
         if section is not None and isinstance(section.value, dict):
             section.value.pop(last, None)
         return found
@@ -206,8 +207,7 @@ class Section:
     def drop(self, *names: str) -> None:
         """Remove keys that mean nothing here, or that this program determines itself, and record them."""
         for name in names:
-            node = self.take(name)
-            if node is not None:
+            if node := self.take(name):
                 self.no_effect(name, node)
 
     def no_effect(self, name: str, node: Node) -> None:
@@ -347,15 +347,11 @@ class Notice:
 def report_lines(notices: Iterable[Notice], program: str = "NeMo AutoModel") -> Iterator[str]:
     """Yield what a user must know before training: one line per degraded key and note, one for keys without effect."""
     notices = list(notices)
-    for notice in notices:
-        if notice.kind == "degraded":
-            yield f"warning: {notice.origin}: {notice.key}: {notice.text}"
-    for notice in notices:
-        if notice.kind == "note":
-            yield f"note: {notice.origin}: {notice.key}: {notice.text}"
+    for kind, label in (("degraded", "warning"), ("note", "note")):
+        for notice in notices:
+            if notice.kind == kind:
+                yield f"{label}: {notice.origin}: {notice.key}: {notice.text}"
     unused = list(dict.fromkeys(each.key for each in notices if each.kind == "no effect"))
     if unused:
-        have = f"{len(unused)} keys of {program} have"
-        if len(unused) == 1:
-            have = f"1 key of {program} has"
+        have = counted(len(unused), f"key of {program} has", f"keys of {program} have")
         yield f"note: {have} no meaning here: {', '.join(unused)}"

@@ -113,11 +113,11 @@ def _muon(section: Section, node: Node) -> None:
     section.put("lr", rate)
     section.rename("scalar_lr", "lr")
     for name in ("embed_lr", "lm_head_lr"):
-        option = section.take(name)
+        option = section.peek(name)
         if option is not None and value_of(option) != other:
+            section.take(name)
             section.degraded(name, option, "all parameters outside of matrices have one rate")
-        elif option is not None:
-            section.no_effect(name, option)
+        section.drop(name)
     section.put("groups", Node([Node(group, node.origin)], node.origin))
     section.apply("""
         weight_decay
@@ -153,8 +153,12 @@ def schedule(section: Section) -> None:
     style = style or Node("cosine", AUTOMODEL_DEFAULT)
     warmup = section.peek("lr_warmup_steps")
     if style.value not in ("cosine", "linear", "constant"):
-        hint = "set lr_scheduler.name (ckpt-train --help) instead of lr_decay_style"
-        section.reject("lr_decay_style", style, "this schedule is not supported", hint)
+        section.reject(
+            "lr_decay_style",
+            style,
+            "this schedule is not supported",
+            "set lr_scheduler.name (ckpt-train --help) instead of lr_decay_style",
+        )
         section.take("min_lr")
     elif style.value == "constant":
         is_plain = warmup is not None and not value_of(warmup)
@@ -279,8 +283,12 @@ def loss(section: Section) -> None:
     if name.endswith(_LOSSES):
         section.drop(*section.names())
     else:
-        hint = "remove loss_fn to train with cross-entropy"
-        section.reject("_target_", node, "this loss is not supported", hint)
+        section.reject(
+            "_target_",
+            node,
+            "this loss is not supported",
+            "remove loss_fn to train with cross-entropy",
+        )
     section.work.section("").take("loss_fn")
 
 

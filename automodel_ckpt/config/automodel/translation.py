@@ -126,11 +126,8 @@ def class_name(root: Node) -> str | None:
     if node is None or not isinstance(node.value, str):
         return None
     package, _, name = node.value.rpartition(".")
-    if is_of_automodel(package) or (
-        not package and name.startswith(_PREFIXES) and "Recipe" in name
-    ):
-        return name
-    return None
+    is_class = not package and name.startswith(_PREFIXES) and "Recipe" in name
+    return name if is_class or is_of_automodel(package) else None
 
 
 def _rejected_file(root: Node, name: str | None) -> Problem | None:
@@ -138,22 +135,23 @@ def _rejected_file(root: Node, name: str | None) -> Problem | None:
     if name is not None and name not in RECIPES:
         node = root.at("recipe")
         assert node is not None
-        hint = f"the recipes of NeMo AutoModel that run are {', '.join(RECIPES)}; {GUIDE}"
-        return Problem("this recipe of NeMo AutoModel is not translated", node.origin, name, hint)
+        return Problem(
+            "this recipe of NeMo AutoModel is not translated",
+            node.origin,
+            name,
+            f"the recipes of NeMo AutoModel that run are {', '.join(RECIPES)}; {GUIDE}",
+        )
     for section in _WITH_TARGETS if root.at("recipe") is None else ():
         target = root.at(f"{section}._target_")
         if target is not None and is_of_automodel(str(target.value)):
-            what = "the key recipe is missing, as in recipes of NeMo AutoModel before 0.4"
-            hint = "add recipe: with the class that AutoModel's script ran, and use the names of a newer release; "
-            hint += f"the classes are {', '.join(RECIPES)}; {GUIDE}"
-            return Problem(what, target.origin, str(target.value), hint)
+            return Problem(
+                "the key recipe is missing, as in recipes of NeMo AutoModel before 0.4",
+                target.origin,
+                str(target.value),
+                "add recipe: with the class that AutoModel's script ran, and use the names of a newer release; the "
+                f"classes are {', '.join(RECIPES)}; {GUIDE}",
+            )
     return None
-
-
-def _builds_seq2seq(target: Node | None) -> bool:
-    """Whether *target* names an auto class of models with an encoder and a decoder."""
-    found = None if target is None else AUTO_CLASS.fullmatch(str(target.value))
-    return found is not None and found["task"] == "Seq2SeqLM"
 
 
 def translate(root: Node) -> Work | None:
@@ -173,7 +171,9 @@ def translate(root: Node) -> Work | None:
     assert isinstance(source.value, dict)
     node = source.value.pop("recipe")
     recipe = RECIPES[name]
-    if recipe == "llm_finetune" and _builds_seq2seq(source.at("model._target_")):
+    target = source.at("model._target_")
+    found = None if target is None else AUTO_CLASS.fullmatch(str(target.value))
+    if recipe == "llm_finetune" and found is not None and found["task"] == "Seq2SeqLM":
         # AutoModel has one recipe class for both kinds of model.
         recipe = "seq2seq"
     work = Work(source, recipe)
@@ -219,8 +219,14 @@ def _keep_the_rest(work: Work, section: Node, original: Node, key: str) -> None:
         elif found is None or node.is_flag or found.origin == AUTOMODEL_DEFAULT:
             put(work.result, full, node)
         elif not node.is_null:
-            hint = f"remove one of them; the other is at {found.origin}"
-            work.problems.append(Problem(f"{full} is given twice", node.origin, str(node), hint))
+            work.problems.append(
+                Problem(
+                    f"{full} is given twice",
+                    node.origin,
+                    str(node),
+                    f"remove one of them; the other is at {found.origin}",
+                )
+            )
 
 
 def _reject_the_rest(work: Work, node: Node, key: str) -> None:

@@ -196,9 +196,9 @@ def build(target: Target, /, **supplied: Any) -> Any:
         verb = "are" if len(supplied) > 1 else "is"
         raise RecipeError(
             f"{name} is missing: {target._target_} requires it, and this recipe does not supply it",
-            where=f"_target_: {target._target_}",
-            value=f"{', '.join(supplied) or 'nothing'} {verb} supplied",
-            hint="use a builder for this kind of training, or a recipe that supplies the argument",
+            f"_target_: {target._target_}",
+            f"{', '.join(supplied) or 'nothing'} {verb} supplied",
+            "use a builder for this kind of training, or a recipe that supplies the argument",
         )
     try:
         return function(**arguments)
@@ -208,9 +208,8 @@ def build(target: Target, /, **supplied: Any) -> Any:
             raise
         raise RecipeError(
             f"calling {target._target_} failed",
-            where=f"_target_: {target._target_}",
-            value=f"{type(error).__name__}: {error}",
-            hint="correct the arguments of this section",
+            f"_target_: {target._target_}",
+            f"{type(error).__name__}: {error}",
         ) from error
 
 
@@ -250,7 +249,7 @@ def _allowed(target: Target) -> Callable[..., Any]:
         # Flags of --trust are not known here. Trust also reads the environment variable.
         function, entry = resolve_entry(name, Trust(()), CUSTOM)
     except Rejected as error:
-        raise RecipeError(str(error), where="_target_", value=name, hint=error.hint) from error
+        raise RecipeError(str(error), "_target_", name, error.hint) from error
     if entry is None:
         return function
     for argument, value in target.kwargs.items():
@@ -258,9 +257,8 @@ def _allowed(target: Target) -> Callable[..., Any]:
         if reason is not None:
             raise RecipeError(
                 reason,
-                where=f"_target_: {name}",
-                value=f"{argument}: {value}",
-                hint="remove the argument",
+                f"_target_: {name}",
+                f"{argument}: {value}",
             )
     return function
 

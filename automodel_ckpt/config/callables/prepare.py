@@ -35,7 +35,7 @@ from automodel_ckpt.config.callables.trust import (
     trust_hint,
 )
 from automodel_ckpt.config.keys.optimizer import OptionsGroup
-from automodel_ckpt.config.load import LoadedRecipe, distinct
+from automodel_ckpt.config.load import LoadedRecipe, bind_recipe, distinct
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.registry import target_of
 from automodel_ckpt.config.schema import RecipeConfig
@@ -60,8 +60,7 @@ def check_names(loaded: LoadedRecipe, trust: Trust) -> None:
     if REMOTE_CODE not in trust.names:
         problems += _remote_code(loaded.tree)
     problems += _task_files(loaded, trust)
-    if problems:
-        raise RecipeError.all_of(distinct(problems))
+    RecipeError.check(distinct(problems))
 
 
 def untrusted_names(tree: Node, trust: Trust) -> list[Problem]:
@@ -110,9 +109,9 @@ def _remote_code(tree: Node) -> Iterator[Problem]:
         # This key runs no code without trust: the recipe asks trusts_remote_code() when it reads the model.
         runs_code = runs_code and value.key != f"model.{REMOTE_CODE}"
         if runs_code or ("/" in value.text and not set(parts).isdisjoint(_KERNELS)):
-            what = "this runs code from a model repository, which is not trusted"
             yield value.problem(
-                what, f"if you trust this code, allow it with --trust {REMOTE_CODE}"
+                "this runs code from a model repository, which is not trusted",
+                f"if you trust this code, allow it with --trust {REMOTE_CODE}",
             )
 
 
@@ -126,16 +125,21 @@ def _task_files(loaded: LoadedRecipe, trust: Trust) -> Iterator[Problem]:
         key = "evaluation.harness.include_path"
         what = f"{key}: task files can contain code, and this directory is not trusted"
         node = loaded.tree.at(key)
-        hint = f"if you trust these files, allow them with --trust {path}"
-        yield Problem(what, node.origin if node else "", str(node) if node else "", hint)
+        yield Problem(
+            what,
+            node.origin if node else "",
+            str(node) if node else "",
+            f"if you trust these files, allow them with --trust {path}",
+        )
 
 
 def problem_of(key: str, error: Rejected, node: Node | None) -> Problem:
     assert node is not None
     if is_reference(str(node.value)):
         # The message of the error would contain the value of the environment variable.
-        what = f"{key}: the referenced value is not allowed here"
-        return Problem(what, node.origin, str(node), "correct the environment variable")
+        return Problem(
+            f"{key}: the value of the variable is not allowed here", node.origin, str(node)
+        )
     return Problem(f"{key}: {error}", node.origin, str(node), error.hint)
 
 
@@ -152,8 +156,7 @@ def check_targets(loaded: LoadedRecipe, trust: Trust) -> LoadedRecipe:
     tree = loaded.tree.copy()
     checker = _Checker(tree, type(loaded.config), trust)
     config = checker.convert(loaded.config, "")
-    if problems := distinct(checker.problems):
-        raise RecipeError.all_of(problems)
+    RecipeError.check(distinct(checker.problems))
     return dataclasses.replace(loaded, config=config, tree=tree)
 
 
@@ -239,11 +242,7 @@ class _Checker:
                     converted[number] = dataclasses.replace(group, kwargs=arguments)
         changes["kwargs"] = self._arguments(target, key, target.kwargs, signature, entry)
         for name in () if is_direct else signature.missing(given):
-            problem = _missing_argument(key, target._target_, name, self.tree.at(key))
-            if key in CALLED_WITH:
-                hint = f"{problem.hint}; a function that training calls itself begins with {CALLED_WITH[key]}"
-                problem = dataclasses.replace(problem, hint=hint)
-            self.problems.append(problem)
+            self.problems.append(_missing_argument(key, target._target_, name, self.tree.at(key)))
         return dataclasses.replace(target, **changes)
 
     def _arguments(
@@ -301,7 +300,10 @@ def _missing_argument(key: str, target: str, name: str, section: Node | None) ->
     """Describe a required argument of a plug-in that is missing."""
     what = f"{join(key, name)} is missing: {target} requires it"
     where = section.origin if section else ""
-    return Problem(what, where, "", f"add {join(key, name)}")
+    hint = f"add {join(key, name)}"
+    if key in CALLED_WITH:
+        hint += f"; a function that training calls itself begins with {CALLED_WITH[key]}"
+    return Problem(what, where, "", hint)
 
 
 _NEEDED_BY = {"lr_scheduler": "transformers.optimization", "peft": "peft"}
@@ -330,7 +332,8 @@ def prepare(loaded: LoadedRecipe, trust: Trust) -> PreparedRecipe:
         recipe_class = resolve_recipe(loaded.config.recipe, trust, loaded.directory)
     except Rejected as error:
         raise RecipeError.all_of([problem_of("recipe", error, loaded.tree.at("recipe"))]) from error
-    complete = loaded.with_schema(getattr(recipe_class, "Config", RecipeConfig))
+    schema = getattr(recipe_class, "Config", RecipeConfig)
+    complete = bind_recipe(loaded.path, loaded.parsed, loaded.overrides, schema=schema)
     checked = check_targets(complete, trust)
     for section, library in _NEEDED_BY.items():
         if getattr(checked.config, section, None) is not None:
@@ -354,11 +357,13 @@ def resolve_recipe(name: str, trust: Trust, folder: Path = Path()) -> type[Any]:
     has_methods = all(callable(getattr(found, method, None)) for method in methods)
     config = getattr(found, "Config", RecipeConfig)
     if not isinstance(found, type) or not has_methods or not issubclass(config, RecipeConfig):
-        hint = (
-            "derive a class from a recipe, such as automodel_ckpt.recipes.llm_finetune.LLMFinetune; it needs the "
-            "methods setup, run and close, and its Config is a RecipeConfig"
+        raise Rejected(
+            f"{name} is not a recipe",
+            (
+                "derive a class from a recipe, such as automodel_ckpt.recipes.llm_finetune.LLMFinetune; it needs the "
+                "methods setup, run and close, and its Config is a RecipeConfig"
+            ),
         )
-        raise Rejected(f"{name} is not a recipe", hint)
     return found
 
 
@@ -369,8 +374,9 @@ def _from_file(folder: Path, written: str, name: str, trust: Trust) -> Any:
         searched = dict.fromkeys((str(folder.resolve()), str(Path.cwd())))
         raise Rejected(f"file {written} not found", f"searched {' and '.join(searched)}")
     if not trust.covers_file(path):
-        hint = f"if you trust this code, allow it with --trust {path}"
-        raise Rejected(f"{path} is not trusted", hint)
+        raise Rejected(
+            f"{path} is not trusted", f"if you trust this code, allow it with --trust {path}"
+        )
     module_name = f"_recipe_{path.stem}"
     # Before the module runs, so that an error in it is reported as the user's.
     register_user_code(module_name)

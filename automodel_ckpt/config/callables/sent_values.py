@@ -238,9 +238,10 @@ def _setting_problems(value: Value) -> Iterator[Problem]:
     tracker, _, name = value.key.removeprefix(f"{_TRACKERS}.").partition(".")
     allowed = RECIPE_OPTIONS.get(tracker, ())
     if name.partition(".")[0] not in allowed:
-        what = f"a recipe file may set only {', '.join(allowed)} of {tracker}"
-        hint = f"give --{value.key} on the command line, or set the variables of {tracker}"
-        yield value.problem(what, hint)
+        yield value.problem(
+            f"a recipe file may set only {', '.join(allowed)} of {tracker}",
+            f"give --{value.key} on the command line, or set the variables of {tracker}",
+        )
 
 
 def _tracker_paths(values: dict[str, Value], trackers: set[str]) -> Iterator[Problem]:
@@ -252,8 +253,7 @@ def _tracker_paths(values: dict[str, Value], trackers: set[str]) -> Iterator[Pro
         if given is None:
             path = os.path.join(run.text, tracker)
             if not is_url(run.text) and not _is_within(path, run.text):
-                what = "a link leads a tracker out of the run directory"
-                yield Problem(what, path, "", "remove the link")
+                yield Problem("a link leads a tracker out of the run directory", path, "")
         elif not given.is_from_user and not _is_within(os.path.join(given.text, below), run.text):
             yield given.problem(_OUTSIDE, f"remove it, or give --{given.key} on the command line")
 

@@ -134,8 +134,10 @@ def resolve_entry(name: str, trust: Trust, purpose: str) -> tuple[Callable[..., 
     # A trusted module may import functions from elsewhere, such as os.system: these are not trusted with it.
     module = getattr(called_function(found), "__module__", None)
     if not isinstance(module, str) or not trust.covers(module):
-        what = f"{name} is defined in {module or 'no module'}, which is not trusted"
-        raise Rejected(what, trust_hint(module))
+        raise Rejected(
+            f"{name} is defined in {module or 'no module'}, which is not trusted",
+            trust_hint(module),
+        )
     return typing.cast(Callable[..., Any], found), None
 
 
@@ -191,8 +193,10 @@ def _import_object(name: str, trust: Trust) -> Any:
     path = root
     found = _import_module(root)
     if found is None:
-        hint = "install it, or run ckpt-train in the directory that contains it"
-        raise Rejected(f"package {root} not found", hint)
+        raise Rejected(
+            f"package {root} not found",
+            "install it, or run ckpt-train in the directory that contains it",
+        )
     for part in rest:
         parent = found
         try:

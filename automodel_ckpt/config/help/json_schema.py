@@ -160,22 +160,19 @@ class _Maker:
         """A reference to the schema of a section with ``_target_``, which may have any arguments."""
         name = f"{target.__name__} {purpose or ''}".strip().replace(" ", "-")
         if name not in self.definitions:
-            self.definitions[name] = {}
-            self.definitions[name].update(self._target_schema(target, purpose))
+            schema: Schema = {"type": "object", "required": ["_target_"]}
+            self.definitions[name] = schema
+            properties = schema["properties"] = self.properties(target, "")
+            properties.pop("kwargs")
+            named: Schema = {"type": "string", "description": "Dotted name of a class or function."}
+            if purpose:
+                shown = [entry.shown for entry in entries_for(purpose)]
+                named["examples"] = [each for each in shown if "*" not in each]
+            properties["_target_"] = named
         return {"$ref": f"#/definitions/{name}"}
-
-    def _target_schema(self, target: type[Target], purpose: str | None) -> Schema:
-        properties = self.properties(target, "")
-        properties.pop("kwargs")
-        name: Schema = {"type": "string", "description": "Dotted name of a class or function."}
-        if purpose:
-            shown = [entry.shown for entry in entries_for(purpose)]
-            name["examples"] = [each for each in shown if "*" not in each]
-        properties["_target_"] = name
-        return {"type": "object", "required": ["_target_"], "properties": properties}
 
 
 def _description(field: dataclasses.Field[Any], text: str) -> str:
     """The documentation of a field, with its rules in words."""
     rules = [f"It must be {rule.expected}." for rule in field.metadata.get("rules", ())]
-    return " ".join([" ".join(text.split()), *rules]).strip()
+    return " ".join([text, *rules]).strip()

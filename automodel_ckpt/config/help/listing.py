@@ -241,7 +241,7 @@ def _width() -> int:
 def _unknown_topic(topic: str, known: list[str]) -> RecipeError:
     meant = closest(topic, known)
     hint = f"did you mean --help {meant}?" if meant else "ckpt-train --help all lists all keys"
-    return RecipeError("there is no help on this topic", where="--help", value=topic, hint=hint)
+    return RecipeError("there is no help on this topic", "--help", topic, hint)
 
 
 def help_text() -> str:

@@ -19,6 +19,7 @@ from automodel_ckpt.config.tree.rules import (
     Condition,
     Relation,
     Rule,
+    needs,
     setting,
 )
 
@@ -52,10 +53,9 @@ class RemoteConfig:
     """Files, and parts of large files, that are transferred at the same time."""
 
     conditions: ClassVar[tuple[Condition, ...]] = (
-        Condition(
-            ("keep_best", "keep_every_steps", "keep_steps"),
-            ("keep_last",),
-            lambda section: section.keep_last is not None,
+        needs(
+            "keep_best keep_every_steps keep_steps",
+            "keep_last",
             "the store keeps all checkpoints, because keep_last is not set",
             "set checkpoint.remote.keep_last, or remove the key",
         ),
@@ -191,10 +191,9 @@ class CheckpointConfig:
         ),
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
-        Condition(
-            ("keep_best", "keep_every_steps", "keep_steps"),
-            ("keep_last",),
-            lambda section: section.keep_last is not None,
+        needs(
+            "keep_best keep_every_steps keep_steps",
+            "keep_last",
             "all checkpoints are kept, because keep_last is not set",
             "set checkpoint.keep_last, or remove the key",
         ),

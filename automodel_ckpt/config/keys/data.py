@@ -13,6 +13,7 @@ from automodel_ckpt.config.tree.rules import (
     Condition,
     Rule,
     Target,
+    needs,
     setting,
 )
 
@@ -88,10 +89,9 @@ PROCESSOR_OPTIONS = Rule(
     lambda given: set(given) <= PROCESSOR_SETTINGS,
     f"a section of settings out of {', '.join(sorted(PROCESSOR_SETTINGS))}",
 )
-_REVISION = Condition(
-    ("revision",),
-    ("from_pretrained",),
-    lambda section: section.from_pretrained is not None,
+_REVISION = needs(
+    "revision",
+    "from_pretrained",
     "the model's own one has the revision of the model",
     "set model.revision, or set from_pretrained in this section, too",
 )

@@ -16,6 +16,8 @@ from automodel_ckpt.config.tree.rules import (
     Relation,
     Rule,
     Target,
+    excludes,
+    needs,
     setting,
 )
 
@@ -39,9 +41,9 @@ class ClassificationConfig:
     each); regression: numbers (mean squared error)."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
-        Relation(
-            ("num_labels", "labels"),
-            lambda section: section.num_labels is None or not section.labels,
+        excludes(
+            "num_labels",
+            "labels",
             "labels and num_labels cannot be combined",
             "remove num_labels: it is the number of labels",
         ),
@@ -112,10 +114,9 @@ class DistillConfig:
             "only divergence: mixed has two weights",
             "set divergence: mixed, or remove the key",
         ),
-        Condition(
-            ("cache_dir",),
-            ("top_k",),
-            lambda section: section.top_k is not None,
+        needs(
+            "cache_dir",
+            "top_k",
             "without top_k, nothing is cached",
             "set distill.top_k, or remove cache_dir",
         ),
@@ -152,10 +153,9 @@ class DPOConfig:
             "only the losses sigmoid and robust have it",
             "remove label_smoothing, or set loss sigmoid or robust",
         ),
-        Condition(
-            ("reference_revision",),
-            ("reference",),
-            lambda dpo: dpo.reference is not None,
+        needs(
+            "reference_revision",
+            "reference",
             "without a name, the reference has the revision of the model",
             "set dpo.reference, or remove the key",
         ),
@@ -213,10 +213,9 @@ class KTOConfig:
         ),
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
-        Condition(
-            ("reference_revision",),
-            ("reference",),
-            lambda kto: kto.reference is not None,
+        needs(
+            "reference_revision",
+            "reference",
             "without a name, the reference has the revision of the model",
             "set kto.reference, or remove the key",
         ),

@@ -17,6 +17,7 @@ from automodel_ckpt.config.tree.rules import (
     Condition,
     Relation,
     Rule,
+    needs,
     setting,
 )
 
@@ -104,10 +105,9 @@ class ModelConfig:
             "embeddings are added only with vocab_size and from_pretrained",
             "set model.vocab_size, or remove new_tokens",
         ),
-        Condition(
-            ("allow_missing", "allow_unexpected"),
-            ("from_pretrained",),
-            lambda model: model.from_pretrained is not None,
+        needs(
+            "allow_missing allow_unexpected",
+            "from_pretrained",
             "no weights are read without from_pretrained",
             "remove the key; for the weights of init_from, set init_from.allow_missing or init_from.allow_unexpected",
         ),
@@ -140,10 +140,9 @@ class CompileConfig:
     on a GPU and with dynamic: false, else no rounding."""
 
     conditions: ClassVar[tuple[Condition, ...]] = (
-        Condition(
-            ("backend", "mode", "fullgraph", "dynamic", "row_widths"),
-            ("enabled",),
-            lambda section: section.enabled,
+        needs(
+            "backend mode fullgraph dynamic row_widths",
+            "enabled",
             "nothing is compiled, because compile.enabled is false",
             "set compile.enabled to true, or remove the key",
         ),

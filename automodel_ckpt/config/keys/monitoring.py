@@ -36,8 +36,17 @@ TRACKER_OPTIONS = {
 RECIPE_OPTIONS = {
     **TRACKER_OPTIONS,
     "wandb": (
-        *("project", "entity", "name", "group", "job_type", "tags", "notes", "id", "mode"),
-        *("resume", "dir"),
+        "project",
+        "entity",
+        "name",
+        "group",
+        "job_type",
+        "tags",
+        "notes",
+        "id",
+        "mode",
+        "resume",
+        "dir",
     ),
     "trackio": ("project", "name", "group", "resume"),
 }
@@ -46,11 +55,10 @@ RECIPE_OPTIONS = {
 
 def has_known_options(trackers: Mapping[str, Any]) -> bool:
     """Whether each tracker has only options that it takes, as far as they are known."""
-    for tracker, options in trackers.items():
-        known = TRACKER_OPTIONS.get(tracker)
-        if known is not None and not set(options) <= set(known):
-            return False
-    return True
+    return all(
+        set(options) <= set(TRACKER_OPTIONS.get(tracker, options))
+        for tracker, options in trackers.items()
+    )
 
 
 KNOWN_OPTIONS = Rule(

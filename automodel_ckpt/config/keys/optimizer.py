@@ -135,9 +135,7 @@ class LRSchedulerConfig:
         Relation(
             ("warmup_from", "warmup_steps", "warmup_ratio"),
             lambda schedule: (
-                not schedule.warmup_from
-                or bool(schedule.warmup_steps)
-                or bool(schedule.warmup_ratio)
+                not schedule.warmup_from or schedule.warmup_steps or schedule.warmup_ratio
             ),
             "warmup_from needs a warmup",
             "set warmup_steps or warmup_ratio, or remove warmup_from",

@@ -20,6 +20,7 @@ from automodel_ckpt.config.tree.rules import (
     Relation,
     Rule,
     Target,
+    excludes,
     setting,
 )
 
@@ -102,9 +103,9 @@ class DistributedConfig:
             "sequence_parallel and tp_plan require tensor parallelism, but tp_size is 1",
             "set tp_size above 1, or remove them",
         ),
-        Relation(
-            ("pp_size", "sequence_parallel"),
-            lambda ranks: ranks.pp_size == 1 or not ranks.sequence_parallel,
+        excludes(
+            "pp_size",
+            "sequence_parallel",
             "pp_size and sequence_parallel cannot be combined",
             "remove sequence_parallel; tp_size works with pipeline stages without it",
         ),
@@ -123,9 +124,9 @@ class DistributedConfig:
             "cpu_offload needs a backend that also reduces CPU tensors",
             "remove backend, or set it to cpu:gloo,cuda:nccl",
         ),
-        Relation(
-            ("ep_size", "tp_size"),
-            lambda ranks: ranks.ep_size == 1 or ranks.tp_size == 1,
+        excludes(
+            "ep_size",
+            "tp_size",
             "ep_size and tp_size cannot be combined",
             "remove one of them",
         ),
@@ -135,26 +136,19 @@ class DistributedConfig:
             "expert parallelism shards the model, which only fsdp2 does",
             "set distributed.strategy to fsdp2 or auto, or remove ep_size",
         ),
-        Relation(
-            ("cp_size", "sequence_parallel"),
-            lambda ranks: ranks.cp_size == 1 or not ranks.sequence_parallel,
+        excludes(
+            "cp_size",
+            "sequence_parallel",
             "cp_size and sequence_parallel cannot be combined: both shard the sequence",
             "remove sequence_parallel",
         ),
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
-            ("reshard_after_forward",),
+            ("reshard_after_forward", "defer_gradient_sync"),
             ("strategy",),
             lambda ranks: ranks.strategy in ("auto", "fsdp2"),
-            "only fsdp2 shards parameters",
-            "set distributed.strategy to fsdp2 or auto, or remove the key",
-        ),
-        Condition(
-            ("defer_gradient_sync",),
-            ("strategy",),
-            lambda ranks: ranks.strategy in ("auto", "fsdp2"),
-            "only fsdp2 can reduce gradients after each micro-batch; ddp reduces them once per step",
+            "only fsdp2 shards parameters, and can reduce gradients after each micro-batch",
             "set distributed.strategy to fsdp2 or auto, or remove the key",
         ),
     )

@@ -47,12 +47,14 @@ class _Reader:
         problems: list[Problem] = []
         root = read_file(path, problems)
         if is_base:
-            problems = [without_content(problem) for problem in problems]
             if root is not None and not _is_recipe(root):
-                what = f"a file in {KEY} has no section of a recipe"
-                problems.append(Problem(what, str(path), "", "name a recipe file"))
+                root = None
+                problems.append(
+                    Problem(f"a file in {KEY} has no section of a recipe", str(path), "")
+                )
+            problems = [without_content(problem) for problem in problems]
         self._problems += problems
-        if root is None or (is_base and not _is_recipe(root)):
+        if root is None:
             return None
         assert isinstance(root.value, dict)
         self._num_files += 1
@@ -96,8 +98,11 @@ class _Reader:
             self._note(f"the recipe in {KEY} does not exist", node, hint)
             return None
         if self._num_files >= MAX_FILES or self._num_nodes > MAX_NODES:
-            what = f"{KEY}: more than {MAX_FILES} files or {MAX_NODES} values"
-            self._note(what, node, "merge some of the files; no file may extend itself")
+            self._note(
+                f"{KEY}: more than {MAX_FILES} files or {MAX_NODES} values",
+                node,
+                "merge some of the files; no file may extend itself",
+            )
             return None
         base = self.read(path, is_base=True)
         if base is not None:

@@ -74,21 +74,13 @@ class _Reference:
     default: str | None
 
 
-def referenced_variables(text: str) -> dict[str, bool]:
-    """Map the names of the environment variables that *text* refers to, to whether one of them has no default."""
-    names: dict[str, bool] = {}
-    for part in _parts(text):
-        if isinstance(part, _Reference):
-            names[part.name] = names.get(part.name, False) or part.default is None
-    return names
-
-
 def variables_in(tree: Node) -> dict[str, bool]:
-    """Return :func:`referenced_variables` of all values in a recipe's tree, sorted by name."""
+    """Map the environment variables that a recipe refers to, sorted, to whether a reference has no default."""
     names: dict[str, bool] = {}
     for _, node in tree.walk():
-        found = referenced_variables(node.value) if isinstance(node.value, str) else {}
-        names |= {name: names.get(name, False) or found[name] for name in found}
+        for part in _parts(node.value) if isinstance(node.value, str) else ():
+            if isinstance(part, _Reference):
+                names[part.name] = names.get(part.name, False) or part.default is None
     return dict(sorted(names.items()))
 
 
@@ -190,14 +182,12 @@ class _Resolver:
         """
         self._num_nodes += 1
         if isinstance(node.value, dict):
-            children = {}
-            for name, child in node.value.items():
-                children[name] = self.node(child, join(key, name), chain)
+            children = {
+                name: self.node(child, join(key, name), chain) for name, child in node.children()
+            }
             return dataclasses.replace(node, value=children)
         if isinstance(node.value, list):
-            items = []
-            for index, child in enumerate(node.value):
-                items.append(self.node(child, join(key, str(index)), chain))
+            items = [self.node(child, join(key, name), chain) for name, child in node.children()]
             return dataclasses.replace(node, value=items)
         return self._scalar(node, (*chain, key))
 
@@ -224,8 +214,11 @@ class _Resolver:
         if found is None:
             return match[0]
         if not isinstance(found.value, str):
-            what = f"${{{match['key']}}} is a section or a list, which text cannot contain"
-            self._note(what, node, "refer to a single value")
+            self._note(
+                f"${{{match['key']}}} is a section or a list, which text cannot contain",
+                node,
+                "refer to a single value",
+            )
             return match[0]
         return found.value
 

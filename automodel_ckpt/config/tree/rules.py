@@ -50,6 +50,31 @@ class Condition:
     hint: str
 
 
+def asks(section: Any, key: str) -> bool:
+    """Whether the value at a dotted key requests something: it is not null, false, empty, or a size of 1."""
+    value = section
+    for name in key.split("."):
+        # A section on the way may be missing, or another kind of section.
+        value = getattr(value, name, None)
+    return bool(value) and not (key.endswith("_size") and value == 1)
+
+
+def needs(keys: str, other: str, reason: str, hint: str) -> Condition:
+    """The condition that *keys*, separated by spaces, have an effect only if the key *other* requests something."""
+    return Condition(
+        tuple(keys.split()), (other,), lambda section: asks(section, other), reason, hint
+    )
+
+
+def excludes(first: str, second: str, problem: str, hint: str) -> Relation:
+    """The relation that at most one of two keys may request something."""
+
+    def is_single(section: Any) -> bool:
+        return not (asks(section, first) and asks(section, second))
+
+    return Relation((first, second), is_single, problem, hint)
+
+
 AT_LEAST_0 = Rule(lambda number: number >= 0, "0 or more")
 SEED = Rule(lambda number: 0 <= number < 2**63, "from 0 to 2^63 - 1")
 AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")

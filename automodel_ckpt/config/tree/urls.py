@@ -57,8 +57,12 @@ def shell_variables(tree: Node) -> Iterator[Problem]:
     for key, node in tree.walk():
         name = next((part for part in reversed(key.split(".")) if not is_number(part)), "")
         if isinstance(node.value, str) and (hint := shell_variable(name, node.value)):
-            what = f"{key} has a variable of the shell, which a recipe does not replace"
-            yield Problem(what, node.origin, node.value, hint)
+            yield Problem(
+                f"{key} has a variable of the shell, which a recipe does not replace",
+                node.origin,
+                node.value,
+                hint,
+            )
 
 
 def missing_libraries(root: Node) -> Iterator[Problem]:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from automodel_ckpt.errors import Problem, os_problem
+from automodel_ckpt.errors import TO_UTF8, Problem, os_problem
 
 DEFAULT = "default"
 STREAM = "standard input"
@@ -180,60 +179,41 @@ def is_misread(text: str) -> bool:
 
 def is_stream(path: str | Path) -> bool:
     """Whether a recipe is read from a pipe: ``-`` (standard input), a shell's ``<(...)``, or a named pipe."""
-    try:
-        return str(path) == "-" or not (
-            stat.S_ISREG(mode := os.stat(path).st_mode) or stat.S_ISDIR(mode)
-        )
-    # ValueError: the path contains a null character.
-    except (OSError, ValueError):
-        return False
-
-
-def _read_bytes(path: Path) -> bytes:
-    """Read a file or a stream, up to one byte more than is allowed. Raises OSError."""
-    if str(path) == "-":
-        # If descriptor 0 were closed, the next file that is opened would become standard input.
-        with open(0, "rb", closefd=False) as stream:
-            return stream.read(MAX_FILE_BYTES + 1)
-    # Bounded, because the path may be a device without an end, such as /dev/zero.
-    with path.open("rb") as file:
-        return file.read(MAX_FILE_BYTES + 1)
+    # Neither raises for a path that cannot exist, such as one with a null character.
+    return str(path) == "-" or (
+        os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    )
 
 
 def read_file(path: Path, problems: list[Problem]) -> Node | None:
     """Read the mapping in a YAML file. Returns None and adds to ``problems`` if that fails."""
-    origin = STREAM if str(path) == "-" else str(path)
+    is_standard_input = str(path) == "-"
+    origin = STREAM if is_standard_input else str(path)
     try:
-        content = _read_bytes(path)
+        # If descriptor 0 were closed, the next file that is opened would become standard input.
+        with open(0 if is_standard_input else path, "rb", closefd=not is_standard_input) as file:
+            # Bounded, because the path may be a device without an end, such as /dev/zero.
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        what = "the recipe cannot be read"
-        problems.append(os_problem(error, what, hint="grant this user read permission"))
+        hint = "grant this user read permission"
+        problems.append(os_problem(error, "the recipe cannot be read", hint=hint))
         return None
     # Before it is decoded: the last character of a longer file can be cut in two.
     if len(content) > MAX_FILE_BYTES:
-        value = f"over {MAX_FILE_BYTES} bytes"
-        problems.append(Problem("the recipe is too large", origin, value, "shorten it"))
+        problems.append(Problem("the recipe is too large", origin, f"over {MAX_FILE_BYTES} bytes"))
         return None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"{origin}, byte {error.start}"
-        problems.append(
-            Problem(
-                "the recipe is not UTF-8 text",
-                where,
-                "",
-                "convert it to UTF-8, for example with iconv",
-            )
-        )
+        problems.append(Problem("the recipe is not UTF-8 text", where, "", TO_UTF8))
         return None
     num_before = len(problems)
     root = read_text(text, origin, problems, lines=True)
     if isinstance(root.value, dict):
         return root
     if len(problems) == num_before:
-        what = "a recipe must be a mapping of sections"
-        problems.append(Problem(what, origin, str(root), "see examples/ for recipes"))
+        problems.append(Problem("a recipe must be a mapping of sections", origin, str(root)))
     return None
 
 
@@ -309,8 +289,12 @@ class _Reader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None):
-            hint = "remove the tag; the key determines the type of its value"
-            self._note("YAML tags are not allowed", self.place(event.start_mark), event.tag, hint)
+            self._note(
+                "YAML tags are not allowed",
+                self.place(event.start_mark),
+                event.tag,
+                "remove the tag; the key determines the type of its value",
+            )
         # PyYAML composes nodes recursively: deep nesting would end in a RecursionError.
         self.depth += 1
         self._limit(self.depth, event.start_mark)
@@ -342,8 +326,12 @@ class _Reader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 self._note("keys must be single words", where, "", UNREADABLE)
             elif key.value in first:
-                hint = f"remove one of them; the other is at {first[key.value]}"
-                self._note(f"duplicate key {key.value!r}", where, "", hint)
+                self._note(
+                    f"duplicate key {key.value!r}",
+                    where,
+                    "",
+                    f"remove one of them; the other is at {first[key.value]}",
+                )
             elif key.tag == "tag:yaml.org,2002:merge":
                 first[key.value] = where
                 merged = self._merged(value, where, depth)
@@ -364,8 +352,12 @@ class _Reader(yaml.SafeLoader):
             if isinstance(each.value, dict):
                 keys = each.value | keys
             else:
-                what = "a merge key (<<) needs a mapping or a list of mappings"
-                self._note(what, where, str(each), "write <<: *anchor")
+                self._note(
+                    "a merge key (<<) needs a mapping or a list of mappings",
+                    where,
+                    str(each),
+                    "write <<: *anchor",
+                )
         return keys
 
     def _limit(self, depth: int, mark: yaml.Mark) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.base.labels import IGNORE_INDEX
 from automodel_ckpt.models.inspect.interface import autocast_dtype
 from automodel_ckpt.models.loss.head_gradients import (
     CHUNK_ELEMENTS,
@@ -139,9 +140,6 @@ class Labeled(NamedTuple):
     """Counts the labels with the highest logit, in passes without gradients."""
     part: VocabularyPart | None = None
     """The rows of the layer that this rank has; the loss is then collective. None: all of them."""
-
-
-IGNORE_INDEX = -100
 
 
 class ZLoss:

@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-IGNORE_INDEX = tl.constexpr(-100)
+from automodel_ckpt.base.labels import IGNORE_INDEX
+
+_IGNORED = tl.constexpr(IGNORE_INDEX)
 _BLOCK = 8192
 """Columns that a program loads at a time. A row of 128k float32 logits is 512 kB, much more than a program can keep."""
 _WARPS = 16
@@ -160,7 +162,7 @@ def _losses_and_errors(
     label = tl.load(labels + number)
     largest, total = _largest_and_sum(row, num_columns, scale, cap, HAS_CAP, BLOCK)
     of_label = _label_logit(row, label, num_columns, scale, cap, HAS_CAP)
-    is_ignored = label == IGNORE_INDEX
+    is_ignored = label == _IGNORED
     loss = tl.log(total) + (largest - of_label)
     factor = 1.0
     if HAS_Z_LOSS:

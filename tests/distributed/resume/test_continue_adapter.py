@@ -69,4 +69,4 @@ def test_an_adapter_that_does_not_fit_is_an_error(tmp_path: Path, capsys: Captur
     assert "r: True" in error(base, r=True)
     assert "--base" in error("--config", str(BASE))
     assert main(["import", str(BASE), str(tmp_path / "run"), base]) == 2
-    assert "--base is for adapters" in capsys.readouterr().err
+    assert "no effect with a complete model" in capsys.readouterr().err

@@ -177,13 +177,13 @@ def test_an_empty_path_is_not_the_current_directory(
     ("words", "where", "hint"),
     [
         (["prnue", "."], "ckpt", "did you mean prune?"),
-        (["frobnicate"], "ckpt", "`ckpt --help` lists the commands"),
+        (["frobnicate"], "ckpt", "`ckpt --help` lists them"),
         (["prune", ".", "--keep-lst", "2"], "ckpt prune", "did you mean --keep-last?"),
         (["list", "."], "ckpt", "here: ckpt ls"),
         (["compare", "a", "b"], "ckpt", "here: ckpt diff"),
         (["merge", "a"], "ckpt", "here: ckpt export --merge"),
         (["rm", "a"], "ckpt", "here: ckpt prune, which removes all checkpoints that its options"),
-        (["verify", ".", "extra"], "ckpt verify", "`ckpt verify --help` lists the arguments"),
+        (["verify", ".", "extra"], "ckpt verify", "`ckpt verify --help` lists them"),
         (["verify", "--num-threads=two"], "ckpt verify", "`ckpt verify --help`"),
     ],
 )

@@ -42,11 +42,11 @@ def test_each_line_has_a_value_or_the_error_where_torch_and_numpy_are_broken(
     assert found["automodel_ckpt"]["version"] == __version__
     assert "OSError: libtorch_cpu.so: cannot open" in found["torch"]["build and devices"]
     assert found["libraries"]["safetensors"] == version("safetensors")
-    assert " of " in found["current directory"]["free"]
+    assert found["current directory"]["free"].endswith("B")
     assert found["machine"]["kernel"].split()[1] == os.uname().release
     shown = found["environment variables"]
     assert shown["NCCL_DEBUG"] == "INFO"
     assert shown["HF_TOKEN"] == shown["AUTOMODEL_CKPT_API_KEY"] == "(set, not shown)"
-    assert shown["HF_ENDPOINT"] == "https://...@hub.example/x"
+    assert shown["HF_ENDPOINT"] == "https://hub.example/x"
     assert not shown.keys() & {"HOME", "AWS_SECRET_ACCESS_KEY"}
     assert "_secret" not in done.stdout

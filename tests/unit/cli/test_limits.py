@@ -101,6 +101,16 @@ def test_output_that_cannot_be_written_is_reported_in_one_message(
     ]
 
 
+def test_an_error_has_one_message_where_standard_output_is_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["ls", "nosuch", "--json"]) == 3
+        full.flush()
+    assert capsys.readouterr().err.startswith("error: checkpoint not found\n  where:  nosuch\n")
+
+
 def run(limits: str, *command: str) -> subprocess.CompletedProcess[str]:
     line = f'{limits}; exec "$@"'
     return subprocess.run(

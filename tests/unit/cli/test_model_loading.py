@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.models.loading import _model_of, _takes_images
+from automodel_ckpt.cli.models.loading import _model_of
 from automodel_ckpt.models.measure import generation
 from automodel_ckpt.models.measure.generation import Sampling
 from tests.support.models.sizes import model_sizes
@@ -48,21 +48,3 @@ def test_a_stopped_answer_stays_in_the_conversation(
     assert main(["chat", str(tmp_path), "--max-new-tokens", "6"]) == 0
     assert capsys.readouterr().out == "I was say\nI was say\n\n"
     assert seen[1] > seen[0] + 4
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (transformers.ChameleonConfig(architectures=["ChameleonForConditionalGeneration"]), True),
-        (transformers.FuyuConfig(architectures=["FuyuForCausalLM"]), True),
-        (transformers.Emu3Config(architectures=["Emu3ForCausalLM"]), False),
-        (transformers.LlavaConfig(), True),
-        (transformers.Gemma3TextConfig(architectures=["Gemma3ForCausalLM"]), False),
-        (transformers.LlamaConfig(), False),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_models_that_take_images_are_found_without_a_vision_config(
-    config: Any, expected: bool
-) -> None:
-    assert _takes_images(config) is expected

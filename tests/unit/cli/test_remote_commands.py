@@ -348,18 +348,6 @@ def test_an_upload_is_as_recent_as_the_large_file_that_it_sends(
         assert output(capsys, "prune", URL, "--incomplete")["pruned"] == []
 
 
-def test_a_bucket_that_does_not_exist_is_named(
-    local: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with object_store():
-        push = ["push", str(local / FIRST)]
-        for words, code in ((push, 4), (["ls"], 3), (["pull"], 4)):
-            assert ckpt([*words, "s3://nobucket/run"]) == code
-            message = capsys.readouterr().err
-            assert "the bucket does not exist" in message
-            assert "nobucket" in message
-
-
 def test_what_does_not_apply_to_a_store_is_an_error(
     local: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,18 +9,11 @@ from automodel_ckpt.config.callables.plugins import signature_of
 from automodel_ckpt.config.help.plugin_help import signature
 
 NAMES = [
-    "automodel_ckpt.data.text.text",
     "automodel_ckpt.data.text.prompt_completion",
     "automodel_ckpt.data.chat.messages",
     "automodel_ckpt.data.squad.squad",
-    "automodel_ckpt.data.hellaswag.hellaswag",
     "automodel_ckpt.data.vlm.conversations",
-    "automodel_ckpt.data.vlm.image_answers",
-    "automodel_ckpt.data.vlm.transcripts",
-    "automodel_ckpt.examples.data.mock_images.mock_images",
     "automodel_ckpt.examples.data.python_docs.language_modeling",
-    "automodel_ckpt.examples.data.python_docs.train_tokenizer",
-    "automodel_ckpt.examples.data.digits.scans",
     "automodel_ckpt.data.collate.PadCollator",
     "automodel_ckpt.optim.adam8bit.AdamW8bit",
 ]

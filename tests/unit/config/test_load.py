@@ -38,33 +38,20 @@ def value_at(loaded: Any, key: str) -> Any:
 
 TYPED = [
     ("optimizer.lr", "1e-5", 1e-5),
-    ("optimizer.lr", "3", 3.0),
     ("optimizer.lr", "017", 17.0),
     ("seed", "017", 17),
     ("model.attn_implementation", "017", "017"),
     ("model.attn_implementation", "on", "on"),
-    ("model.attn_implementation", "1e-5", "1e-5"),
-    ("model.attn_implementation", "null", None),
-    ("model.attn_implementation", "None", None),
     ("model.attn_implementation", "none", None),
-    ("model.attn_implementation", "NONE", None),
     ("model.attn_implementation", "~", None),
     ("model.attn_implementation", "'none'", "none"),
-    ("clip_grad_norm", "none", None),
-    ("lr_scheduler", "none", None),
-    ("step_scheduler.max_steps", "None", None),
     ("checkpoint.verify", "none", "none"),
     ("checkpoint.save_consolidated", "none", None),
     ("clip_grad_norm", "null", None),
     ("deterministic", "on", True),
-    ("deterministic", "yes", True),
-    ("deterministic", "True", True),
     ("deterministic", "off", False),
-    ("deterministic", "False", False),
     ("checkpoint.save_consolidated", "final", "final"),
     ("checkpoint.save_consolidated", "true", True),
-    ("checkpoint.save_consolidated", "no", False),
-    ("checkpoint.save_consolidated", "null", None),
     ("optimizer.betas", "[0.5, 9e-1]", (0.5, 0.9)),
     ("model.freeze", "[a, 017, on]", ["a", "017", "on"]),
     ("step_scheduler.max_time", "01:30:00", "01:30:00"),
@@ -74,14 +61,10 @@ TYPED = [
     ("dataset.x", "017", "017"),
     ("dataset.x", "on", "on"),
     ("dataset.x", "true", True),
-    ("dataset.x", "12", 12),
     ("dataset.x", "-1.5", -1.5),
     ("dataset.x", "0x10", 16),
-    ("dataset.x", "null", None),
-    ("dataset.x", "none", None),
     ("dataset.x", "None", None),
     ("dataset.x", "'None'", "None"),
-    ("dataset.x", "'12'", "12"),
     ("dataset.x", "[none, 'none']", [None, "none"]),
     ("dataset.x", "[1, a, {b: 2}]", [1, "a", {"b": 2}]),
     ("dataset.x", ".inf", float("inf")),
@@ -118,17 +101,6 @@ def test_null_where_there_must_be_a_value_is_rejected_and_text_is_written_in_quo
         load(tmp_path, "checkpoint: {keep_steps: [1]}\n", f"--{key}={word}")
     quoted = load(tmp_path, "", f"--checkpoint.checkpoint_dir='{word}'")
     assert quoted.config.checkpoint.checkpoint_dir == word
-
-
-def test_an_option_that_a_tracker_does_not_have_is_rejected(tmp_path: Path) -> None:
-    known = (
-        "logging: {trackers: {tensorboard: {log_dir: x}, wandb: {any: 1}, mlflow: {tags: {}}}}\n"
-    )
-    assert load(tmp_path, known).config.logging.trackers["wandb"] == {"any": 1}
-    with pytest.raises(RecipeError, match="tensorboard has log_dir"):
-        load(tmp_path, known, "--logging.trackers.tensorboard.logdir=x")
-    with pytest.raises(RecipeError, match="trackers must be a section"):
-        load(tmp_path, "logging: {trackers: {_target_: a.b}}\n")
 
 
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
@@ -281,19 +253,6 @@ def test_any_other_interpolation_is_refused(tmp_path: Path, text: str) -> None:
         load(tmp_path, "", f"--dataset.x={text}")
 
 
-def test_a_seed_that_torch_cannot_take_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="seed must be from 0 to"):
-        load(tmp_path, "", f"--seed={2**63}")
-
-
-@pytest.mark.parametrize("minutes", ["0.05", "1e30"])
-def test_a_wait_that_no_group_of_ranks_takes_is_refused(tmp_path: Path, minutes: str) -> None:
-    with pytest.raises(
-        RecipeError, match=r"distributed.timeout_minutes must be from 0.1 to 1000000"
-    ):
-        load(tmp_path, "", f"--distributed.timeout_minutes={minutes}")
-
-
 def test_a_missing_variable_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="CKPT_NOT_SET is not set"):
         load(tmp_path, "", "--dataset.x=a/${oc.env:CKPT_NOT_SET}/b")
@@ -405,29 +364,3 @@ def test_the_base_sections_of_a_custom_recipe_are_checked_before_it_is_imported(
 ) -> None:
     with pytest.raises(RecipeError, match=r"unknown key optimizer\.lrr"):
         load(tmp_path, "recipe: mine.MyRecipe\n", "--optimizer.lrr=1")
-
-
-SPIKE = "--step_scheduler.on_spike.rollback="
-
-
-@pytest.mark.parametrize(
-    ("words", "is_enough"),
-    [
-        ((f"{SPIKE}1", "--checkpoint.keep_last=1"), True),
-        ((f"{SPIKE}2", "--checkpoint.keep_last=1"), False),
-        ((f"{SPIKE}6", "--checkpoint.keep_last=2"), True),
-        ((f"{SPIKE}7", "--checkpoint.keep_last=2"), False),
-        ((f"{SPIKE}7",), True),
-        # The store keeps all of them.
-        ((f"{SPIKE}7", "--checkpoint.keep_last=2", "--checkpoint.remote.url=file:///store"), True),
-    ],
-)
-def test_on_spike_needs_a_checkpoint_that_is_old_enough(
-    tmp_path: Path, words: tuple[str, ...], is_enough: bool
-) -> None:
-    every = "--step_scheduler.ckpt_every_steps=5"
-    if is_enough:
-        load(tmp_path, "", every, *words)
-        return
-    with pytest.raises(RecipeError, match=r"on_spike\.rollback goes back would be removed"):
-        load(tmp_path, "", every, *words)

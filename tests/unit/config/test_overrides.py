@@ -128,10 +128,8 @@ def test_brackets_are_characters_in_a_text_field(recipe: Path) -> None:
 
 TEMPLATES = [
     "{{ text }}",
-    "{% if a %}{{ b }}{% endif %}",
     "[INST] {{ q }} [/INST]",
     "[INST] {x}",
-    "{x}: {y",
     "[*.x]",
 ]
 
@@ -162,19 +160,14 @@ def test_a_value_has_no_keys(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--nproc-per-node=0"], "nproc_per_node must be a number from 1, auto, gpu or cpu"),
-        (["--nproc-per-node", "two"], "nproc_per_node must be"),
         (["--nnodes=2:1"], "nnodes must be"),
         (["--node-rank=-1"], "node_rank must be 0 or more"),
-        (["--master-port=x"], "master_port must be a whole number"),
         (["--master-port=70000"], "master_port must be a port"),
         (["--max-restarts=1.5"], "max_restarts must be a whole number"),
         (["--nproc-per-node"], "--nproc-per-node needs a value"),
         (["--optimizer.lr", "--seed=1"], "--optimizer.lr needs a value"),
-        (["--nproc-per-nod=2"], "did you mean --nproc-per-node?"),
         (["--dry-rnu"], "did you mean --dry-run?"),
         (["-x"], "unknown argument -x"),
-        (["--"], "unknown argument --"),
         (["--copy", "name"], "--copy takes NAME DIR"),
         (["--list=x"], "--list takes no value"),
     ],

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.config.callables.allowlist import ALLOWED, PURPOSES
+from automodel_ckpt.config.callables.allowlist import ALLOWED
 from automodel_ckpt.config.help.listing import topic_text
 from automodel_ckpt.config.help.plugin_help import builders_of, signature
 from automodel_ckpt.config.other_names import OTHER_NAMES
@@ -68,15 +68,6 @@ def test_a_builder_shows_defaults_as_they_are_written_in_a_recipe() -> None:
     assert "tokenizer  [" not in text
 
 
-def test_the_names_that_a_section_accepts_are_listed_by_purpose() -> None:
-    for key, purpose in PURPOSES.items():
-        if "." not in key:
-            text = topic_text(key)
-            for builder in builders_of(purpose):
-                assert builder.name in text
-    assert "torch.optim.*" in topic_text("optimizer")
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -133,8 +124,3 @@ def test_every_counterpart_is_a_key_or_an_argument_of_a_data_builder() -> None:
     for name, counterpart in OTHER_NAMES.items():
         assert set(counterpart.keys) <= known, name
         assert counterpart.keys or counterpart.note, name
-
-
-def test_no_name_is_a_top_level_key_or_section_here() -> None:
-    top_level = {key for key in keys_of(RecipeConfig) if "." not in key}
-    assert not top_level & OTHER_NAMES.keys()

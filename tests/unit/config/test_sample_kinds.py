@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.config.callables.allowlist import ALLOWED
-from automodel_ckpt.config.help.plugin_help import signature
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.registry import own_classes, own_name
 from automodel_ckpt.config.sample_kinds import MIXTURE, SAMPLE_KINDS, sample_problems
@@ -32,13 +31,6 @@ def test_every_recipe_and_every_builder_has_one_kind_of_samples() -> None:
     listed = [str(getattr(e, "name", "")) for e in ALLOWED["dataset"]]
     own = {name for name in listed if name.startswith("automodel_ckpt.")}
     assert sorted(builders) == sorted(own - {MIXTURE})
-
-
-def test_kinds_state_which_argument_their_builders_need() -> None:
-    for kind in SAMPLE_KINDS:
-        for name in kind.builders:
-            needed = {"processor", "labels"} & set(signature(f"automodel_ckpt.{name}") or ())
-            assert needed == ({kind.needs} if kind.needs else set()), name
 
 
 def test_a_recipe_accepts_the_builders_of_its_samples_only() -> None:
@@ -89,10 +81,3 @@ def test_a_collate_function_may_use_other_samples_if_the_recipe_can_build_them()
     assert problems("llm_finetune", "data.vlm.conversations", **collate) != []
     # Null is the collate function of the recipe.
     assert problems("vlm_finetune", "data.chat.messages", dataloader={"collate_fn": None}) != []
-
-
-def test_recipes_and_builders_of_users_have_samples_of_any_kind() -> None:
-    assert problems("mine.py:Recipe", "data.preference.pairs") == []
-    assert sample_problems(node_of({"dataset": {"_target_": "mine.rows"}})) == []
-    own_class = "automodel_ckpt.recipes.vlm_finetune.VLMFinetune"
-    assert problems(own_class, "data.chat.messages") != []

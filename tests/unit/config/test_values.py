@@ -6,7 +6,6 @@ import pytest
 
 from automodel_ckpt import errors, load_recipe
 from automodel_ckpt.cli.launch.failures import failure_record
-from automodel_ckpt.config.keys.ranks_and_steps import parse_duration
 from automodel_ckpt.config.tree.urls import with_local_directory
 from automodel_ckpt.errors import RecipeError
 from tests.support.runs.recipes import SMALLEST
@@ -38,22 +37,6 @@ def test_errors_that_come_up_later_show_the_reference_too(
         assert "no ${oc.env:CKPT_TEST}" in shown.message
         assert "a/${oc.env:CKPT_TEST}" in shown.message
         assert "${oc.env:CKPT_WORD}, not abcd 7" in shown.message
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90", 90.0),
-        ("1.5", 1.5),
-        ("02:30", 150.0),
-        ("01:00:00", 3600.0),
-        ("0", None),
-        ("1:99", None),
-        ("soon", None),
-    ],
-)
-def test_durations_are_seconds_or_clock_times(text: str, seconds: float | None) -> None:
-    assert parse_duration(text) == seconds
 
 
 def test_a_tilde_in_paths_is_the_home_directory(

@@ -198,7 +198,8 @@ class RankAgent(SimpleElasticAgent):
         self.failures = [*records, *(death for death in deaths if death.rank not in recorded)]
         cause = root_cause(self.failures)
         if cause is None or not cause.primary:
-            failed_node = failed_node or self._await_failed_node(worker_group)
+            # The ranks of this node only lost their connections.
+            failed_node = failed_node or self._failed_node(worker_group, OTHER_NODES_SECONDS)
             if failed_node is not None:
                 self.failures = [*self.failures, failed_node]
                 cause = failed_node
@@ -242,23 +243,16 @@ class RankAgent(SimpleElasticAgent):
         with suppress(RuntimeError):  # the base class of torch's store and network errors
             worker_group.store.compare_set(_FAILED_KEY, "", f"{cause.code} {socket.gethostname()}")
 
-    def _failed_node(self, worker_group: Any) -> FailureRecord | None:
+    def _failed_node(self, worker_group: Any, wait_seconds: float = 0.0) -> FailureRecord | None:
         """Return the record of another node with ranks that have failed and are not restarted."""
-        if worker_group.group_world_size == 1:
-            return None
-        with suppress(RuntimeError):
-            if worker_group.store.check([_FAILED_KEY]):
-                code, _, host = worker_group.store.get(_FAILED_KEY).decode().partition(" ")
-                return ended_run_record(int(code), host)
-        return None
-
-    def _await_failed_node(self, worker_group: Any) -> FailureRecord | None:
-        """Wait for :meth:`_failed_node`: the ranks of this node only lost their connections."""
-        end = time.monotonic() + OTHER_NODES_SECONDS
-        while worker_group.group_world_size > 1 and time.monotonic() < end:
-            failed = self._failed_node(worker_group)
-            if failed is not None:
-                return failed
+        end = time.monotonic() + wait_seconds
+        while worker_group.group_world_size > 1:
+            with suppress(RuntimeError):
+                if worker_group.store.check([_FAILED_KEY]):
+                    code, _, host = worker_group.store.get(_FAILED_KEY).decode().partition(" ")
+                    return ended_run_record(int(code), host)
+            if time.monotonic() >= end:
+                break
             time.sleep(POLL_SECONDS)
         return None
 

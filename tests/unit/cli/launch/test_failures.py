@@ -10,24 +10,14 @@ import pytest
 from automodel_ckpt.cli.launch.failures import (
     FailureRecord,
     failure_record,
-    failure_text,
     is_connection_error,
     name_silent_ranks,
     printed_failure,
-    root_cause,
 )
 from automodel_ckpt.errors import SaveFailed
 from tests.support.runs.fake_train import raise_in
 
 TORCH = "torch.distributed.distributed_c10d"
-
-
-def disk_full() -> SaveFailed:
-    return SaveFailed("cannot write", where="shard", value="ENOSPC", hint="make room")
-
-
-def record(time: float, rank: int, *, primary: bool = True, code: int = 1) -> FailureRecord:
-    return FailureRecord(time, rank, code, f"rank {rank}", primary)
 
 
 def raised(text: str, module: str) -> RuntimeError:
@@ -36,13 +26,6 @@ def raised(text: str, module: str) -> RuntimeError:
     with contextlib.suppress(RuntimeError):
         raise_in(module, error)
     return error
-
-
-def test_the_earliest_primary_record_decides() -> None:
-    first, later, echo = record(2, 1), record(3, 0), record(1, 2, primary=False)
-    assert root_cause([later, echo, first]) is first
-    assert root_cause([echo]) is echo
-    assert root_cause([]) is None
 
 
 def test_a_broken_connection_is_an_echo_and_so_is_what_it_caused() -> None:
@@ -118,18 +101,6 @@ def test_the_node_of_a_lost_rank_is_named(text: str, node: str) -> None:
     assert found.message.startswith(
         f"error: the connection to another rank on node {node} broke\n  where:  rank 1\n"
     )
-
-
-def test_a_backends_own_message_counts_where_other_code_calls_it() -> None:
-    backend = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
-    assert is_connection_error(raised(backend, "my_package"))
-
-
-def test_an_error_the_ranks_agreed_on_is_primary_where_it_began() -> None:
-    error = disk_full()
-    error.rank = 1  # type: ignore[attr-defined]
-    assert [failure_record(error, rank).primary for rank in (0, 1)] == [False, True]
-    assert failure_text(failure_record(error, 1), several_ranks=True) == f"error: {error}"
 
 
 def test_who_did_not_answer_is_named_and_is_another_machine_where_all_of_this_one_spoke() -> None:

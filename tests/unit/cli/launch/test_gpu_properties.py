@@ -3,14 +3,13 @@
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 
 from automodel_ckpt.cli.launch.forked_run import import_before_forks
 from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
-from automodel_ckpt.errors import RecipeError
 
 Patch = pytest.MonkeyPatch
 
@@ -59,14 +58,6 @@ def test_properties_that_imported_code_reads_come_from_another_process(
     assert initialized == [os.getpid()]
 
 
-def test_properties_that_cannot_be_read_are_an_error_of_the_code_that_reads_them(
-    initialized: list[int],
-) -> None:
-    with without_initializing_cuda(), pytest.raises(RuntimeError, match="Invalid device id"):
-        torch.cuda.get_device_capability(2)
-    assert initialized == []
-
-
 def test_gpus_are_counted_by_another_process_once(
     initialized: list[int], monkeypatch: Patch, tmp_path: Path
 ) -> None:
@@ -84,26 +75,6 @@ def test_gpus_are_counted_by_another_process_once(
         assert [torch.cuda.device_count(), torch.cuda.device_count()] == [2, 2]
     [pid] = counted_by.read_text().split()
     assert int(pid) != os.getpid() and torch.cuda.device_count is count
-
-
-def test_after_an_error_of_imported_code_torch_answers_as_before(initialized: list[int]) -> None:
-    before = torch.cuda.get_device_properties, torch.cuda.current_device
-
-    def prepare() -> NoReturn:
-        raise RecipeError("wrong", where="model", value="x", hint="y")
-
-    with pytest.raises(RecipeError):
-        import_before_forks(prepare)
-    assert (torch.cuda.get_device_properties, torch.cuda.current_device) == before
-
-
-def test_a_process_that_has_initialized_cuda_reads_properties_itself(
-    initialized: list[int],
-) -> None:
-    torch.cuda.get_device_capability(0)
-    with without_initializing_cuda():
-        torch.cuda.get_device_capability(1)
-    assert initialized == [os.getpid(), os.getpid()]
 
 
 def test_a_forked_process_reads_properties_itself(initialized: list[int], tmp_path: Path) -> None:
