@@ -97,7 +97,7 @@ def messages(
 
     def encode(rows: Rows) -> Samples:
         field = messages_field
-        if field == "messages" and not rows.has_field(field) and rows.has_field(_OTHER_FIELD):
+        if field == "messages" and field not in rows.fields and _OTHER_FIELD in rows.fields:
             field = _OTHER_FIELD
         [column] = rows.columns([field])
         tools = _tools_in(rows, tools_field)
@@ -127,7 +127,7 @@ def messages(
 
 def _tools_in(rows: Rows, field: str) -> list[Any]:
     """The tools of each row; None without any."""
-    return rows.values(field) if rows.has_field(field) else [None] * rows.num_rows
+    return rows.values(field) if field in rows.fields else [None] * rows.num_rows
 
 
 def conversations_of(
@@ -282,10 +282,10 @@ def pair_template(
     if not as_chat:
         if is_given or template_kwargs:
             raise RecipeError(
-                "a chat template is set, but prompts and completions are plain text",
+                "a chat template is set, but prompts and completions are plain text without dataset.as_chat",
                 where="dataset.chat_template, dataset.template_kwargs",
                 value=str(chat_template or template_kwargs)[:80],
-                hint="set dataset.as_chat true, or remove these settings",
+                hint="",
             )
         return None
     if as_chat == "auto" and not is_given and not require_tokenizer(tokenizer).chat_template:

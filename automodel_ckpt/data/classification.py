@@ -60,7 +60,6 @@ class LabeledTexts(TokenizedDataset):
 
     def __getitem__(self, index: int) -> dict[str, list[Any]]:
         span = self.span(index)
-        assert self.numbers is not None
         targets = self.numbers[index].tolist()
         sample = {"input_ids": self.tokens[span].tolist(), "targets": targets}
         if self._has_types:
@@ -148,12 +147,8 @@ class TextEncoder:
                 texts = [column[number] for column in columns]
                 ids, types = truncated(self.tokenizer, texts, limit, **options)
             if not ids or max(types, default=0) > 1:
-                raise RecipeError(
-                    "a text has tokens of more than two types" if ids else "a text has no tokens",
-                    where=rows.place(number),
-                    value=type(self.tokenizer).__name__,
-                    hint="use another model" if ids else "remove samples with empty texts",
-                )
+                what = "a text has tokens of more than two types" if ids else "a text has no tokens"
+                raise rows.unusable(number, what, type(self.tokenizer).__name__)
             labelled = [each == 0 for each in types] or [True] * len(ids)
             samples.append(TokenizedSample(ids, labelled, is_cut=is_long))
         return samples
@@ -168,7 +163,7 @@ class TextEncoder:
                 "messages have no second text",
                 where="dataset.pair_field",
                 value=self.pair_field,
-                hint="remove it: all messages of a conversation are one text",
+                hint="",
             )
         rendered = []
         for number, conversation in enumerate(rows.values(self.text_field)):

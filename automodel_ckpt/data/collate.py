@@ -14,6 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from automodel_ckpt.base.labels import IGNORE_INDEX as IGNORE_INDEX
 from automodel_ckpt.errors import RecipeError
 
+OTHER_RUN = (
+    "set what the checkpoint has, or start another run (checkpoint.checkpoint_dir) with init_from"
+)
+
 
 class RowOptions(TypedDict, total=False):
     """Which rows a builder reads, and when. :data:`ROW_DEFAULTS` has the defaults."""
@@ -43,12 +47,10 @@ def require_range(
     name: str, value: float, least: float, most: float = math.inf, *, section: str = "dataset"
 ) -> None:
     """Raise :class:`RecipeError` unless *value*, the argument *name*, is from *least* to *most*."""
-    if least <= value <= most and math.isfinite(value):
-        return
-    bounds = f"{least} or more" if most == math.inf else f"from {least} to {most}"
-    raise RecipeError(
-        f"{name} is out of range", where=f"{section}.{name}", value=value, hint=f"give {bounds}"
-    )
+    if not (math.isfinite(value) and least <= value <= most):
+        bounds = f"{least} or more" if most == math.inf else f"from {least} to {most}"
+        what = f"{name} is out of range: it must be {bounds}"
+        raise RecipeError(what, where=f"{section}.{name}", value=value, hint="")
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -68,9 +70,8 @@ def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise :class:`RecipeError` unless *value*, the data set's argument *name*, is one of *choices*."""
     if value not in choices:
         what = f"unknown value for {name}"
-        raise RecipeError(
-            what, where=f"dataset.{name}", value=value, hint=f"use one of: {', '.join(choices)}"
-        )
+        known = f"{value} (known: {', '.join(choices)})"
+        raise RecipeError(what, where=f"dataset.{name}", value=known, hint="")
 
 
 Integers = npt.NDArray[np.int64]

@@ -79,7 +79,7 @@ def xlam(
             if not isinstance(calls, list) or not calls:
                 raise UnusableSample(
                     "the calls are not a list",
-                    repr(answers[row])[:80],
+                    answers[row],
                     'use answers [{"name": "...", "arguments": {...}}]',
                 )
             turns = [{"role": "user", "content": queries[row]}]
@@ -107,7 +107,7 @@ def schemas(tools: Any) -> Turns:
     """
     given = parsed(tools)
     if not isinstance(given, list):
-        raise UnusableSample("the functions are not a list", repr(tools)[:80], _HINT)
+        raise UnusableSample("the functions are not a list", tools, _HINT)
     return [_schema(tool) for tool in given]
 
 
@@ -121,7 +121,7 @@ def _schema(tool: Any) -> Object:
     )
     if not isinstance(name, str) or not are_described:
         raise UnusableSample(
-            "a function has no name, or no descriptions of its parameters", repr(tool)[:80], _HINT
+            "a function has no name, or no descriptions of its parameters", tool, _HINT
         )
     properties = {}
     required = []

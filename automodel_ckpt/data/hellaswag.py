@@ -12,7 +12,6 @@ from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.labels import list_of, whole_number
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
 from automodel_ckpt.data.samples.tokenized import Samples, Truncation
-from automodel_ckpt.errors import RecipeError
 
 
 def hellaswag(
@@ -40,11 +39,11 @@ def hellaswag(
             number = whole_number(labels[row])
             ending = dict(enumerate(list_of(choices) or ())).get(number)  # type: ignore[arg-type]
             if not ending:
-                raise RecipeError(
+                raise rows.unusable(
+                    row,
                     "a row has no valid label",
-                    where=rows.place(row),
-                    value=f"label {labels[row]!r} of {str(choices)[:80]}",
-                    hint="use the split train or validation (the split test has no labels)",
+                    f"label {labels[row]!r} of {str(choices)[:80]}",
+                    "use the split train or validation (the split test has no labels)",
                 )
             completions.append(f" {str(ending).strip()}")
         return encoder.pairs(prompts, completions)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from automodel_ckpt.base.bounded_templates import bound_chat_templates
-from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Ids, unusable_sample
 from automodel_ckpt.data.media.image_conversations import ImageText
@@ -26,6 +25,7 @@ from automodel_ckpt.data.media.media_files import (
     sampling_rate_of,
     usual_media,
 )
+from automodel_ckpt.data.samples.tokenized import too_long
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -318,15 +318,7 @@ class ImageTextCollator:
         if limit is None or len(tokens) <= limit:
             return True
         if sample.truncation == "error":
-            media = (
-                f"{counted(len(sample.images), 'image')} and {counted(len(sample.audios), 'audio')}"
-            )
-            raise RecipeError(
-                "a sample is longer than seq_length",
-                where=sample.where,
-                value=f"{len(tokens)} tokens including {media}; seq_length {limit}",
-                hint="increase dataset.seq_length, use smaller images or dataset.truncation right, or remove it",
-            )
+            raise too_long({0: len(tokens)}, limit, 1, lambda _: sample.where)
         cuts_media = any(token in self.image_token_ids for token in tokens[limit:])
         if sample.truncation == "right" and not cuts_media and any(labeled[1:limit]):
             return True

@@ -23,6 +23,7 @@ from automodel_ckpt.data.collate import (
 )
 from automodel_ckpt.data.preference import CHOSEN, REJECTED, PreferenceDataset
 from automodel_ckpt.data.preference import pairs as preference_pairs
+from automodel_ckpt.data.rows.files import NO_STREAM
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.labels import FLAGS
 from automodel_ckpt.data.samples.samples import RowStream, TextDataset, samples_of
@@ -83,12 +84,8 @@ def judged_completions(
             label = names[label] if label in range(len(names)) else label
             judgment = FLAGS.get(str(label).strip().casefold())
             if judgment is None:
-                raise RecipeError(
-                    "a completion is neither desirable nor undesirable",
-                    where=rows.place(number),
-                    value=f"{label_field}: {label!r}",
-                    hint="use true or false, or name another field in dataset.label_field",
-                )
+                what = "a completion is neither desirable nor undesirable"
+                raise rows.unusable(number, what, f"{label!r} in dataset.label_field {label_field}")
             samples[number] = samples[number]._replace(number=judgment)
         return samples
 
@@ -143,7 +140,7 @@ def split_pairs(
             "the two answers of a pair in a stream cannot be separated",
             where="dataset.streaming",
             value=True,
-            hint="set dataset.streaming false",
+            hint=NO_STREAM,
         )
     return SplitPairs(cast("PreferenceDataset", pairs), seq_length)
 

@@ -12,23 +12,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset
 
 from automodel_ckpt.data.batches.micro_batches import derive_seed, permutation
 from automodel_ckpt.data.batches.stream_batches import restores_exactly
-from automodel_ckpt.data.collate import (
-    Integers,
-    State,
-    require_index,
-    require_range,
-)
+from automodel_ckpt.data.collate import OTHER_RUN, Integers, State, require_index, require_range
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -61,7 +54,7 @@ def check_same_sources(saved: Sources, sources: Sources) -> None:
             "the mixture has other sources than the checkpoint",
             where="dataset.sources",
             value=f"{', '.join(sources)}; checkpoint: {', '.join(saved)}",
-            hint="use the same sources, or start another run with init_from",
+            hint=OTHER_RUN,
         )
 
 
@@ -76,22 +69,14 @@ class Turns:
         self._scale = math.lcm(*(share.denominator for share in shares.values()))
         self._shares = {name: int(share * self._scale) for name, share in shares.items()}
         self.counts = {name: counts[name] for name in shares}
-        self._total = sum(self.counts.values())
 
     def next_name(self) -> str:
         """The source of the next sample."""
-        counts, scale, total = self.counts, self._scale, self._total + 1
-        best, largest = "", -1
+        total = sum(self.counts.values()) + 1
+        behind = {}
         for name, share in self._shares.items():
-            behind = share * total - counts[name] * scale
-            if not best or behind > largest:
-                best, largest = name, behind
-        return best
-
-    def take(self, name: str) -> None:
-        """Count a sample of a source."""
-        self._total += 1
-        self.counts[name] += 1
+            behind[name] = share * total - self.counts[name] * self._scale
+        return max(behind, key=behind.__getitem__)
 
 
 class MixedRow(NamedTuple):
@@ -174,7 +159,7 @@ class MixtureStream(IterableDataset[MixedRow]):
                 if sample is None:
                     raise _empty(name)
             # Counted before the yield: a state that is saved during it is the state after this sample.
-            self._turns.take(name)
+            self._turns.counts[name] += 1
             self._read_in_epoch += 1
             self._begun.add(name)
             yield MixedRow(name, sample)
@@ -242,9 +227,7 @@ class MixtureDataset:
     def __init__(self, sources: Sources, num_of_epoch: Mapping[str, int]) -> None:
         self.sources = dict(sources)
         self.num_of_epoch = {name: num_of_epoch[name] for name in sources}
-        self._datasets = list(self.sources.values())
-        sizes = map(len, self._datasets)
-        self._ends = list(accumulate(sizes))
+        self._joined = ConcatDataset[Any](list(sources.values()))
 
     @property
     def identity(self) -> str | None:
@@ -258,10 +241,8 @@ class MixtureDataset:
         return sum(self.num_of_epoch.values())
 
     def __getitem__(self, index: int) -> Any:
-        require_index(index, self._ends[-1])
-        number = bisect_right(self._ends, index)
-        start = self._ends[number] - len(self._datasets[number])
-        return self._datasets[number][index - start]
+        require_index(index, len(self._joined))
+        return self._joined[index]
 
     def epoch_indices(self, epoch: int, seed: int, *, shuffle: bool) -> Integers:
         """Return the indices that *epoch* uses, int64 of shape [len(self)], with the sources evenly interleaved.
@@ -285,15 +266,11 @@ class MixtureDataset:
 
 def _draws(size: int, seed: int, start: int, count: int, shuffle: bool) -> Integers:
     """Return draws number *start* to *start* + *count* of a source of *size* samples, which is read again and again."""
-    parts: list[Integers] = []
-    end = start + count
-    while start < end:
-        number_of_pass, first = divmod(start, size)
-        last = min(size, first + end - start)
-        order = permutation(size, seed, number_of_pass, shuffle).numpy()
-        parts.append(order[first:last])
-        start += last - first
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+    first_pass, first = divmod(start, size)
+    passes = range(first_pass, -(-(start + count) // size))
+    # Without a draw, np.concatenate() needs an empty array.
+    orders = [np.empty(0, np.int64), *(permutation(size, seed, n, shuffle).numpy() for n in passes)]
+    return np.concatenate(orders)[first : first + count]
 
 
 def mixture(
@@ -358,21 +335,21 @@ def for_each_source(dataset: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _check_sources(sources: Sources) -> None:
-    hint = "give sections with _target_ of data sets with a length, or of streams with a state, by name"
     if not isinstance(sources, Mapping) or not sources:
-        what = "a mixture needs sources"
-        raise RecipeError(what, where="dataset.sources", value=str(sources)[:80], hint=hint)
+        raise _unusable_source("a mixture needs sources", "dataset.sources", str(sources)[:80])
     for name, dataset in sources.items():
         # Not by __getitem__, which torch's IterableDataset has, too.
         if hasattr(dataset, "__len__"):
             if len(dataset) == 0:
                 raise _empty(name)
         elif not restores_exactly(dataset):
-            what, where = (
-                "a source of a mixture has no length and no state",
-                f"dataset.sources.{name}",
-            )
-            raise RecipeError(what, where=where, value=type(dataset).__name__, hint=hint)
+            what = "a source of a mixture has no length and no state"
+            raise _unusable_source(what, f"dataset.sources.{name}", type(dataset).__name__)
+
+
+def _unusable_source(what: str, where: str, value: str) -> RecipeError:
+    hint = "give sections with _target_ of data sets with a length, or of streams with a state, by name"
+    return RecipeError(what, where=where, value=value, hint=hint)
 
 
 def _shares(sizes: Mapping[str, int], weights: Mapping[str, float] | None) -> dict[str, Fraction]:
@@ -391,7 +368,7 @@ def _unusable_weights(sources: Sources, weights: Mapping[str, float] | None) -> 
         "a mixture needs a positive weight for each source, unless no source is a stream",
         where="dataset.weights",
         value=weights,
-        hint=f"give a number above 0 for each of {', '.join(sources)}",
+        hint="",
     )
 
 

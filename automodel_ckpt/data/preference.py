@@ -16,6 +16,7 @@ from automodel_ckpt.data.batches.micro_batches import Collate
 from automodel_ckpt.data.chat import PairEncoder
 from automodel_ckpt.data.collate import Batch, Item, RowOptions, Sample, require_keys
 from automodel_ckpt.data.conversations.chat_renderer import common_length
+from automodel_ckpt.data.rows.files import NO_STREAM
 from automodel_ckpt.data.rows.rows import (
     ColumnRows,
     Rows,
@@ -68,7 +69,7 @@ def in_one_form(rows: Rows, fields: PreferenceFields) -> ColumnRows:
     values that are neither text nor messages.
     """
     answers = [fields.chosen, fields.rejected]
-    has_prompt = fields.prompt != PROMPT or rows.has_field(PROMPT)
+    has_prompt = fields.prompt != PROMPT or PROMPT in rows.fields
     given = [fields.prompt, *answers] if has_prompt else answers
     # ShareGPT's preferences are single messages.
     are_messages = rows.contain_messages(given)
@@ -77,7 +78,7 @@ def in_one_form(rows: Rows, fields: PreferenceFields) -> ColumnRows:
             [values] = rows.columns([field])
             are_messages = any(isinstance(value, Mapping) for value in values)
     columns = (_message_columns if are_messages else _text_columns)(rows, fields, has_prompt)
-    if rows.has_field(TOOLS):
+    if TOOLS in rows.fields:
         columns[TOOLS] = rows.values(TOOLS)
     return ColumnRows(rows.path, columns, list(map(rows.place, range(rows.num_rows))))
 
@@ -156,32 +157,19 @@ def _messages(rows: Rows, row: int, field: str, value: Any, role: str) -> list[A
         return [dict(value)]
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    reason = "missing" if value is None else "neither text nor messages"
-    raise RecipeError(
-        f"field {field} of a sample is {reason}",
-        where=rows.place(row),
-        value=value,
-        hint="correct or remove this sample",
-    )
+    raise rows.no_text(row, field, value, "neither text nor messages")
 
 
 def margins_of(rows: Rows, field: str) -> list[float]:
     """The margin of each row, NaN if it has none. Raises :class:`RecipeError` for a value that is not a number."""
-    if not rows.has_field(field):
+    if field not in rows.fields:
         return [math.nan] * rows.num_rows
     margins = []
     for row, value in enumerate(rows.values(field)):
-        if value is None:
-            margins.append(math.nan)
-            continue
-        number = finite_number(value)
+        number = math.nan if value is None else finite_number(value)
         if number is None:
-            raise RecipeError(
-                "the margin of a preference is not a finite number",
-                where=rows.place(row),
-                value=value,
-                hint=f"correct field {field} of this sample, or name another field in dataset.margin_field",
-            )
+            what = "the margin of a preference is not a finite number"
+            raise rows.unusable(row, what, f"{value!r} in dataset.margin_field {field}")
         margins.append(number)
     return margins
 
@@ -336,7 +324,7 @@ class ScoredPairs:
                 "the reference's log-probabilities of a stream cannot be computed before training",
                 where="dpo.precompute",
                 value=True,
-                hint="set dpo.precompute false, or dataset.streaming false",
+                hint=NO_STREAM,
             )
         self.dataset = dataset
         self.scores: Scores | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -17,7 +18,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.base.hub_access import explained
-from automodel_ckpt.data.collate import Item
+from automodel_ckpt.data.collate import Item, require_range
 from automodel_ckpt.data.rows.files import LOADERS, digest, kind_of
 from automodel_ckpt.data.rows.rows import ColumnRows, Columns, Rows
 from automodel_ckpt.data.rows.source import Source
@@ -28,7 +29,8 @@ from automodel_ckpt.errors import RecipeError
 
 WHERE = "dataset.sources"
 """The key of the recipe that names the sources."""
-_HUB = "hf://"
+_ON_HUB = re.compile(r"hf://([^/]+/[^/]+)/([^/].*?)/?")
+"""The name of a data set of the Hub, and a subset of it."""
 _METADATA = "merlin_metadata.json"
 _HUB_METADATA = "dataset_metadata.json"
 _TEXTS = "TextQADataset"
@@ -47,14 +49,10 @@ class Corpus:
         self.documents.require(["id", "text"])
         return {str(name): number for number, name in enumerate(self.documents.values("id"))}
 
-    def text(self, name: str, where: str) -> Any:
-        """Return the text of the document *name*. Raises :class:`RecipeError` for *where* if there is none."""
+    def text(self, name: str) -> Any:
+        """Return the text of the document *name*; None if there is none."""
         number = self._numbers.get(name)
-        if number is None:
-            hint = "add the document to the corpus, or remove this row"
-            what = f"the corpus {self.documents.path} has no document with this id"
-            raise RecipeError(what, where=where, value=name, hint=hint)
-        return self.documents.row(number)["text"]
+        return None if number is None else self.documents.row(number)["text"]
 
 
 @dataclass(frozen=True)
@@ -91,21 +89,21 @@ class RetrievalSource:
 
     def texts(self, number: int, num_negatives: int, *, has_instructions: bool) -> Item:
         """The texts of row *number*. Raises :class:`RecipeError` for a row that lacks one."""
-        row, where = self.table.row(number), self.table.place(number)
+        row = self.table.row(number)
         corpus = self.corpora.get("") or self.corpora.get(str(row.get("corpus_id")))
         if self.corpora and corpus is None:
-            hint, value = f"the file has {', '.join(self.corpora)}", row.get("corpus_id")
-            raise RecipeError("the corpus of a row is unknown", where=where, value=value, hint=hint)
+            known = f"{row.get('corpus_id')}; the file has {', '.join(self.corpora)}"
+            raise self.table.unusable(number, "the corpus of a row is unknown", known)
         query = row.get("question")
         if corpus is None and row.get("query") is not None:
             query = row["query"]
         positives, negatives = _listed(row.get("pos_doc")), _listed(row.get("neg_doc"))
         if not positives or (num_negatives and not negatives):
-            raise RecipeError(
+            raise self.table.unusable(
+                number,
                 f"a query has no {'neg_doc' if positives else 'pos_doc'}",
-                where=where,
-                value=str(query)[:80],
-                hint="complete or remove this row, or set num_negatives 0 for rows without neg_doc",
+                str(query)[:80],
+                "complete or remove this row, or set num_negatives 0 for rows without neg_doc",
             )
         chosen = [positives[0]]
         chosen += [negatives[index % len(negatives)] for index in range(num_negatives)]
@@ -114,7 +112,10 @@ class RetrievalSource:
             document = each if isinstance(each, Mapping) else {"id" if corpus else "text": each}
             text = document.get("text")
             if corpus is not None and not text:
-                text = corpus.text(str(document.get("id")), where)
+                text = corpus.text(str(document.get("id")))
+                if text is None:
+                    what = f"the corpus {corpus.documents.path} has no document with this id"
+                    raise self.table.unusable(number, what, document.get("id"))
             documents.append(text)
         if has_instructions and corpus is not None:
             before_query, before_document = corpus.instructions
@@ -134,8 +135,9 @@ def open_source(given: Any, has_instructions: bool) -> RetrievalSource:
     found = None
     if isinstance(path, str) and (count is None or (isinstance(count, int) and count >= 1)):
         kind = kind_of(Path(path))
-        if path.startswith(_HUB):
-            found = _of_hub(path, has_instructions)
+        if on_hub := _ON_HUB.fullmatch(path):
+            repo, subset = on_hub.groups()
+            found = _of_hub(repo, subset, has_instructions)
         elif kind in _INLINE:
             table = Source.of(path)
             found = RetrievalSource(table, table.fingerprint, ["pos_doc"])
@@ -152,14 +154,8 @@ def open_source(given: Any, has_instructions: bool) -> RetrievalSource:
     return replace(found, num_samples=count)
 
 
-def _of_hub(path: str, has_instructions: bool) -> RetrievalSource:
+def _of_hub(repo: str, subset: str, has_instructions: bool) -> RetrievalSource:
     """A subset of a data set of the Hub, with a second one for the documents."""
-    owner, _, rest = path.removeprefix(_HUB).strip("/").partition("/")
-    name, _, subset = rest.partition("/")
-    if not owner or not name or not subset:
-        hint = "write hf://ORG/NAME/SUBSET; list the subsets that you need as several sources"
-        raise RecipeError("the source has no subset", where=WHERE, value=path, hint=hint)
-    repo = f"{owner}/{name}"
     instructions = ("", "")
     if has_instructions:
         instructions = _instructions_in(_hub_metadata(repo, subset))
@@ -186,29 +182,21 @@ def _with_corpora(path: Path) -> RetrievalSource:
     listed, rows = found.get("corpus"), found.get("data")
     listed = [listed] if isinstance(listed, Mapping) else listed
     if not isinstance(listed, list) or not isinstance(rows, list):
-        hint = "the file needs a list corpus with paths of directories, and a list data with rows"
-        value = ", ".join(found)
-        raise RecipeError("the file has no corpus", where=str(path), value=value, hint=hint)
+        raise _unreadable(path, "it has no list corpus with directories, or no list data with rows")
     corpora = {}
     for each in listed:
         # An absolute path replaces the file's path.
         directory = path.parent / str(each["path"] if isinstance(each, Mapping) else each)
         metadata = _mapping_in(directory / _METADATA)
         if metadata.get("class") != _TEXTS:
-            raise RecipeError(
-                "only corpora of texts are supported",
-                where=str(directory / _METADATA),
-                value=metadata.get("class"),
-                hint=f"use a corpus of the class {_TEXTS}, with the fields id and text",
-            )
+            raise _unreadable(directory / _METADATA, f"its class is {metadata.get('class')}")
         documents = Source.of(_files_in(directory))
         corpora[str(metadata.get("corpus_id"))] = Corpus(documents, _instructions_in(metadata))
     placed = []
     for number, row in enumerate(rows):
         where = f"{path}, row {number} of data"
         if not isinstance(row, dict):
-            hint = "correct or remove it"
-            raise RecipeError("a row is no mapping", where=where, value=str(row)[:80], hint=hint)
+            raise _unreadable(where, f"not a mapping: {row}")
         placed.append((row, where))
     table = ColumnRows.of(str(path), placed)
     return RetrievalSource(table, partial(digest, path), corpora=corpora)
@@ -220,11 +208,9 @@ def _files_in(directory: Path) -> list[str]:
     for path in sorted(directory.rglob("*")):
         if kind_of(path) in LOADERS and path.name != _METADATA and path.is_file():
             files.append(str(path))
-    of_train = [path for path in files if Path(path).name.startswith("train")]
     if not files:
-        hint = "add a file with the fields id and text, such as train.parquet"
-        raise RecipeError("a corpus has no files", where=str(directory), value="", hint=hint)
-    return of_train or files
+        raise _unreadable(directory, "it has no file of documents, such as train.parquet")
+    return [path for path in files if Path(path).name.startswith("train")] or files
 
 
 def _instructions_in(metadata: Item) -> tuple[str, str]:
@@ -236,19 +222,19 @@ def _mapping_in(path: Path) -> Item:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _unreadable(str(path), error) from error
+        raise _unreadable(path, error) from error
     if not isinstance(content, dict):
-        raise _unreadable(str(path), f"a {type(content).__name__} instead of a mapping")
+        raise _unreadable(path, f"a {type(content).__name__} instead of a mapping")
     return content
 
 
-def _unreadable(where: str, reason: object) -> RecipeError:
+def _unreadable(where: object, reason: object) -> RecipeError:
     return RecipeError(
-        "the file cannot be read",
+        "retrieval data cannot be read",
         where=where,
         value=str(reason)[:120],
-        hint="name a .jsonl file for rows that contain their documents; a corpus needs a file "
-        f'{_METADATA}: {{"class": "{_TEXTS}", "corpus_id": NAME}}',
+        hint="name a .jsonl file for rows that contain their documents; a corpus needs files with the fields id and "
+        f'text, and a file {_METADATA}: {{"class": "{_TEXTS}", "corpus_id": NAME}}',
     )
 
 
@@ -290,7 +276,7 @@ def retrieval(
 
     def encode(rows: Rows) -> Samples:
         texts = texts_of(rows, "query", "positive", ["negatives"], (query_prompt, document_prompt))
-        return encoder.samples(texts, rows.place)
+        return encoder.samples(texts, rows)
 
     rows = RetrievalRows(sources, num_negatives, seed, instructions)
     limits = (truncation, seq_length, query_length)
@@ -321,13 +307,8 @@ class RetrievalRows(Rows):
     def __init__(
         self, sources: Sequence[Any], num_negatives: int, seed: int, has_instructions: bool
     ) -> None:
-        if not sources or num_negatives < 0:
-            raise RecipeError(
-                "retrieval data needs at least one source, and num_negatives of at least 0",
-                where="dataset",
-                value=f"{len(sources)} sources, num_negatives {num_negatives}",
-                hint="correct these arguments",
-            )
+        require_range("num_negatives", num_negatives, 0)
+        require_range("number of sources", len(sources), 1)
         self.path = f"{len(sources)} sources" if len(sources) > 1 else str(sources[0])
         self._options = (num_negatives, seed, has_instructions)
         self._sources = [open_source(each, has_instructions) for each in sources]

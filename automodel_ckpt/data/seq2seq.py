@@ -29,7 +29,7 @@ from automodel_ckpt.data.collate import (
     unusable_sample,
 )
 from automodel_ckpt.data.rows.rows import Rows, names_in
-from automodel_ckpt.data.samples.encoder import encode_all, tokenize, truncated
+from automodel_ckpt.data.samples.encoder import encode_all, ends_of, tokenize, truncated
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
 from automodel_ckpt.data.samples.tokenized import (
     UNLIMITED,
@@ -39,7 +39,6 @@ from automodel_ckpt.data.samples.tokenized import (
     TokenizedSample,
     too_long,
 )
-from automodel_ckpt.errors import RecipeError
 
 
 def source_target(
@@ -119,15 +118,7 @@ class SourceTargetEncoder:
     @cached_property
     def _end(self) -> Ids:
         """The end token, if the tokenizer does not add it to targets."""
-        ends = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
-        known = [int(each) for each in ends if each is not None]
-        if not known:
-            raise RecipeError(
-                "the tokenizer has no end-of-sequence token",
-                where="tokenizer",
-                value=self.tokenizer.name_or_path,
-                hint="use a tokenizer with an eos_token, or set one",
-            )
+        known = ends_of(self.tokenizer, self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
         return [] if set(known) & set(self._around_targets) else known[:1]
 
     def encode(self, rows: Rows) -> Samples:
@@ -138,12 +129,7 @@ class SourceTargetEncoder:
         target_ids = [self._as_target(ids) for ids in self._tokenized_targets(targets)]
         for number, ids in enumerate(source_ids):
             if not ids:
-                raise RecipeError(
-                    "a source has no tokens",
-                    where=rows.place(number),
-                    value=repr(sources[number]),
-                    hint="remove this row, or complete its text",
-                )
+                raise rows.unusable(number, "a source has no tokens", repr(sources[number]))
         for texts, limit, noun, key in (
             (source_ids, self.seq_length, "source", "seq_length"),
             (target_ids, self.target_length, "target", "target_length"),

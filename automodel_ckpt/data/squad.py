@@ -12,7 +12,6 @@ from automodel_ckpt.data.rows.rows import Rows, names_in
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.samples import TextDataset, samples_of
 from automodel_ckpt.data.samples.tokenized import Samples, Truncation
-from automodel_ckpt.errors import RecipeError
 
 PROMPT = "Context: {{ context | trim }}\nQuestion: {{ question | trim }}\nAnswer:"
 """The default prompt of :func:`squad`."""
@@ -52,11 +51,11 @@ def squad(
             texts = each.get("text") if isinstance(each, dict) else None
             is_valid = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
             if not is_valid or (not texts and no_answer is None):
-                raise RecipeError(
+                raise rows.unusable(
+                    row,
                     "a question has no answer in SQuAD's format",
-                    where=rows.place(row),
-                    value=each,
-                    hint='use {"text": ["..."], "answer_start": [0]}; for questions without an answer, set '
+                    each,
+                    'use {"text": ["..."], "answer_start": [0]}; for questions without an answer, set '
                     "dataset.no_answer to the text that the model should answer",
                 )
             answers.append(texts[0].strip() if texts else str(no_answer))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -52,6 +52,11 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
+_NEGATIVES_HINT = (
+    "add a field negative, negatives or negative_N to the rows, with a text, a list of texts or null; or name other "
+    "fields in dataset.negative_fields"
+)
+
 
 def has_types(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether the tokens of a pair have types, because there is no *template* and the tokenizer makes them."""
@@ -84,23 +89,22 @@ class TextsEncoder:
         require_choice("truncation", self.truncation, ("error", "right"))
         if self.template is not None and self.query_length is not None:
             raise RecipeError(
-                "a query with a document is one text, which has one limit",
+                "a query with a document is one text, with the limit dataset.seq_length",
                 where="dataset.query_length",
                 value=self.query_length,
-                hint="remove it, and set dataset.seq_length",
+                hint="",
             )
 
-    def samples(self, rows: Sequence[Sequence[str]], where: Callable[[int], str]) -> Samples:
-        """Make a sample of each row of texts: the query, the positive document, and negative documents.
+    def samples(self, texts: Sequence[Sequence[str]], rows: Rows) -> Samples:
+        """Make a sample of the *texts* of each of *rows*: the query, the positive document, and negative documents.
 
-        ``where(n)`` is the location of row n. Raises :class:`RecipeError` for a text without tokens, and for one that
-        is too long.
+        Raises :class:`RecipeError` for a text without tokens, and for one that is too long.
         """
         noun = "a text of a pair" if self.template is None else "a query with its document"
         makes_types = self.template is not None and has_types(self.tokenizer, self.template)
-        encoded = iter(self._encoded(rows, where))
+        encoded = self._encoded(texts, rows)
         samples = []
-        for number, row in enumerate(rows):
+        for number, row in enumerate(texts):
             tokens: Ids = []
             labelled: list[bool] = []
             is_cut = False
@@ -109,10 +113,12 @@ class TextsEncoder:
                 limit = self.query_length if position == 0 else None
                 limit = limit or self.seq_length
                 if not ids:
-                    raise _no_text(f"{noun} has no tokens", where(number))
+                    raise rows.unusable(number, f"{noun} has no tokens", "")
                 if limit is not None and len(ids) > limit:
                     if self.truncation == "error":
-                        raise too_long({number: len(ids)}, limit, len(rows), where, noun[2:])
+                        raise too_long(
+                            {number: len(ids)}, limit, rows.num_rows, rows.place, noun[2:]
+                        )
                     ids, types = truncated(self.tokenizer, part, limit)
                     is_cut = True
                 tokens += ids
@@ -124,33 +130,27 @@ class TextsEncoder:
         return samples
 
     def _encoded(
-        self, rows: Sequence[Sequence[str]], where: Callable[[int], str]
+        self, texts: Sequence[Sequence[str]], rows: Rows
     ) -> Iterator[tuple[Sequence[str], Ids, Ids]]:
-        """Yield each text of *rows*, or pair of texts, with its tokens and their types, if it has any."""
+        """Yield each of the *texts* of *rows*, or pair of texts, with its tokens and their types, if it has any."""
         parts: list[Sequence[str]] = []
         written = FieldTemplate(self.template) if self.template else None
-        for number, (query, *documents) in enumerate(rows):
+        for number, (query, *documents) in enumerate(texts):
             parts += [] if self.template is not None else [(query,)]
             for document in documents:
                 part: Sequence[str] = (document,) if self.template is None else (query, document)
                 if written is not None:
                     fields = {"query": query, "document": document}
-                    part = (written.write(fields, partial(where, number)),)
+                    part = (written.write(fields, partial(rows.place, number)),)
                 parts.append(part)
         if self.template == "":
             tokens = tokenize(self.tokenizer, list(zip(*parts, strict=True)))
         else:
-            texts = [text for (text,) in parts]
-            found = encode_all(self.tokenizer, texts, add_special_tokens=True)
+            single = [text for (text,) in parts]
+            found = encode_all(self.tokenizer, single, add_special_tokens=True)
             tokens = [(ids, []) for ids in found]
         for part, (ids, types) in zip(parts, tokens, strict=True):
             yield part, ids, types
-
-
-def _no_text(what: str, where: str) -> RecipeError:
-    return RecipeError(
-        what, where=where, value="an empty text", hint="remove this row, or complete its texts"
-    )
 
 
 def check_negatives(dataset: Any, *, has_types: bool, where: str) -> None:
@@ -168,7 +168,7 @@ def check_negatives(dataset: Any, *, has_types: bool, where: str) -> None:
             "no query has a negative document: the loss of each is 0, and nothing is trained",
             where=where,
             value=counted(num_alone, "query", "queries"),
-            hint="add a field negative, negatives or negative_N to the rows, or name another one in negative_fields",
+            hint=_NEGATIVES_HINT,
         )
     if num_alone:
         log.warning(
@@ -265,7 +265,7 @@ def text_pairs(
 
     def encode(rows: Rows) -> Samples:
         texts = texts_of(rows, *fields, (query_prompt, document_prompt), max_negatives)
-        return encoder.samples(texts, rows.place)
+        return encoder.samples(texts, rows)
 
     key = (*fields, max_negatives, query_prompt, document_prompt, truncation, seq_length)
     # Keys of earlier versions have no template.
@@ -295,9 +295,7 @@ def texts_of(
     queries, positives = rows.texts([query_field, positive_field])
     if negative_fields is None:
         negative_fields = [field for field in rows.fields if _NEGATIVES.fullmatch(field)]
-    elif negative_fields:
-        rows.require(negative_fields)
-    columns = rows.read(negative_fields)
+    columns = rows.columns(negative_fields)
     found = []
     for number, (query, positive) in enumerate(zip(queries, positives, strict=True)):
         negatives: list[str] = []
@@ -305,17 +303,16 @@ def texts_of(
             value = column[number]
             texts = [value] if isinstance(value, str) else [] if value is None else value
             if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-                raise RecipeError(
+                raise rows.unusable(
+                    number,
                     f"field {field} of a sample is not text, a list of texts or null",
-                    where=rows.place(number),
-                    value=str(value)[:80],
-                    hint="correct this row, or list the fields with negatives in dataset.negative_fields (by default: "
-                    "negative, negatives or negative_N)",
+                    str(value)[:80],
+                    _NEGATIVES_HINT,
                 )
             negatives += texts
         documents = [positive, *negatives[:max_negatives]]
         if not all(text.strip() for text in (query, *documents)):
-            raise _no_text("a text of a pair is empty", rows.place(number))
+            raise rows.unusable(number, "a text of a pair is empty", "")
         before_query, before_document = prompts
         found.append([before_query + query, *(before_document + text for text in documents)])
     return found

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.collate import Integers, require_choice, require_range
-from automodel_ckpt.data.rows.files import is_pattern
+from automodel_ckpt.data.rows.files import is_pattern, path_hint
 from automodel_ckpt.data.samples.token_arrays import (
     TokenArray,
     TokenSpans,
@@ -106,10 +106,10 @@ def nanogpt(
     if documents:
         if (bos_token is None) == (eos_token is None):
             raise RecipeError(
-                "the documents of a token file are found by one token that begins or ends them",
+                "the documents of a token file need one token that begins or ends them: set one of the two",
                 where="dataset.bos_token, dataset.eos_token",
                 value=f"{bos_token}, {eos_token}",
-                hint="give one of the two, or remove documents",
+                hint="",
             )
         # A document begins behind the end of another one.
         token, offset = (eos_token, 1) if bos_token is None else (bos_token, 0)
@@ -148,7 +148,7 @@ def _documents(
 ) -> TokenSpans:
     require_choice("truncation", truncation, ("error", "right"))
     found = documents_of(arrays, starts, max_samples)
-    num_tokens = sum(array.count for array in arrays)
+    num_tokens = sum(map(len, arrays))
     longest = int(found.lengths.max(initial=0))
     num_long = 0 if seq_length is None else int((found.lengths > seq_length).sum())
     if num_long and truncation == "error":
@@ -187,7 +187,7 @@ def _windows(
 
 
 def _content(arrays: Sequence[TokenArray]) -> str:
-    num_tokens = sum(array.count for array in arrays)
+    num_tokens = sum(map(len, arrays))
     return f"{counted(num_tokens, 'token')} in {counted(len(arrays), 'file')}"
 
 
@@ -209,7 +209,7 @@ def _paths(path: str | Sequence[str], *, is_index: bool) -> list[Path]:
             "no file of tokens is found",
             where="dataset.path",
             value=", ".join(map(str, given)),
-            hint=f"give an existing file; relative paths start at {Path.cwd()}",
+            hint=path_hint(),
         )
     return list(found)
 
@@ -223,10 +223,10 @@ def _shares(split: str) -> list[float]:
     is_valid = 1 <= len(shares) <= 3 and all(0 <= share < math.inf for share in shares)
     if not is_valid or sum(shares) <= 0:
         raise RecipeError(
-            "the split is not a list of shares",
+            'the split is not a list of shares for train, validation and test, such as "99, 1, 0"',
             where="dataset.split",
             value=split,
-            hint='give up to three numbers for train, validation and test, such as "99, 1, 0"',
+            hint="",
         )
     shares += [0.0] * (3 - len(shares))
     return [share / sum(shares) for share in shares]

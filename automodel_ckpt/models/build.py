@@ -8,7 +8,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from automodel_ckpt.base.hub_access import explained
 from automodel_ckpt.base.other_weights import LFS_HINT
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.interface import first_line
 from automodel_ckpt.models.inspect.repository import (
@@ -54,7 +55,7 @@ def build_model(
     attn_implementation: str | None = None,
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
-    loading: Mapping[str, Any] | None = None,
+    loading: Values | None = None,
     repository: RepositoryOptions = _MAIN_REVISION,
     not_in_model: Sequence[str] = (),
     allow_new_head: bool = False,
@@ -72,7 +73,7 @@ def build_model(
     have such a model.
     """
     # Never None, with which transformers asks on the terminal whether to run the repository's code.
-    options: dict[str, Any] = {"trust_remote_code": uses_code(config, auto_class, repository)}
+    options: ValueDict = {"trust_remote_code": uses_code(config, auto_class, repository)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     # transformers changes the configuration that it is given.
@@ -238,9 +239,7 @@ def fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
-def _read_model(
-    auto_class: Any, name: str, options: Mapping[str, Any]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _read_model(auto_class: Any, name: str, options: Values) -> tuple[PreTrainedModel, ValueDict]:
     """Read the model, and return it with the arguments of :meth:`Verdict.of_differences`."""
     with quiet(*_NOISY):
         model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)

@@ -6,7 +6,7 @@ import copy
 import difflib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import transformers
@@ -155,11 +155,12 @@ def _config_from_mapping(
         # transformers moves these into rope_parameters, because config.json had them before version 5.
         older = _OLDER_ROTARY if hasattr(default, "rope_parameters") else ()
         # It would store unknown ones as attributes and build the model without them.
-        _check(
+        unknown = [
             _unknown(default, name, value, "model.from_config")
             for name, value in settings.items()
             if not hasattr(default, name) and name not in older
-        )
+        ]
+        RecipeError.check(unknown)
         settings = merged_config(settings, default, overrides)
         check_sizes(settings, "model.from_config")
         return config_class(**copy.deepcopy(settings))
@@ -172,7 +173,7 @@ def _rejected(model_type: object, where: str, error: Exception) -> RecipeError:
         f"transformers rejects this configuration of a {model_type} model",
         where=where,
         value=first_line(error, 3),
-        hint="correct the value; the model type's config.json has these settings",
+        hint="",
     )
 
 
@@ -209,13 +210,8 @@ def merged_config(content: Values, config: PreTrainedConfig, overrides: Values) 
     *config* is the object that transformers makes of *content*; its class validates the types of values. Raises
     :class:`RecipeError` with every setting that it does not have.
     """
-    _check(_problems(config, overrides, "model.config_overrides"))
+    RecipeError.check(list(_problems(config, overrides, "model.config_overrides")))
     return _merged(content, config, overrides)
-
-
-def _check(problems: Iterable[Problem]) -> None:
-    if found := list(problems):
-        raise RecipeError.all_of(found)
 
 
 def _unknown(config: Any, name: str, value: Any, key: str) -> Problem:
@@ -235,7 +231,9 @@ def _problems(config: Any, overrides: Values, key: str) -> Iterator[Problem]:
             if isinstance(value, Mapping):
                 yield from _problems(present, value, where)
             else:
-                yield Problem("this is a section of settings", where, value, "give a mapping")
+                yield Problem(
+                    "this is a section of settings, which needs a mapping", where, value, ""
+                )
 
 
 def _settings(config: Any) -> set[str]:

@@ -13,8 +13,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.base.durable_io import fsync_directory, fsync_file
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.checkpoint.sources.model_files import CODE_FILES, read_files, save_preprocessor
-from automodel_ckpt.errors import RecipeError, os_problem
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_model
 from automodel_ckpt.models.inspect.repository import (
     RepositoryOptions,
@@ -54,10 +55,8 @@ def make_base(
         _save(model, partial, preprocessor, repository.revision)
         partial.rename(directory)
     except OSError as error:
-        problem = os_problem(
-            error, "the base model cannot be written", hint=f"set another directory in {_WHERE}"
-        )
-        raise RecipeError.all_of([problem]) from error
+        hint = f"set another directory in {_WHERE}"
+        raise RecipeError.of_system(error, "the base model cannot be written", hint=hint) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return True
@@ -91,7 +90,7 @@ def _check_is_same_base(directory: Path, config: PreTrainedConfig) -> None:
     if damaged := damaged_config(str(directory), _WHERE):
         hint = "restore the file, or remove the directory: the next start creates it again"
         raise RecipeError.all_of([replace(problem, hint=hint) for problem in damaged.problems])
-    stored: dict[str, Any] = {}
+    stored: ValueDict = {}
     if (directory / "config.json").is_file():
         # Not from JSON alone: infinity is a mapping in the file ({"__float__": "Infinity"}).
         stored, _ = PreTrainedConfig.get_config_dict(directory, local_files_only=True)

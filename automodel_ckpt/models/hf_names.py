@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict, Texts
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.errors import RecipeError
 
@@ -170,7 +170,7 @@ def _would_mix_prefixes(model: PreTrainedModel, found: Conversion, in_base: Text
 
 
 def _read_off(
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     revert: Callable[[dict[str, Tensor]], dict[str, Tensor]],
 ) -> Conversion:
     """Convert a small integer tensor for each tensor with *revert*, and read the origins off the results.
@@ -222,7 +222,7 @@ def _read_off(
     return Conversion(names, parts, combined)
 
 
-def _row_part(value: Tensor, marker: Tensor, shape: tuple[int, ...]) -> RowPart | None:
+def _row_part(value: Tensor, marker: Tensor, shape: Shape) -> RowPart | None:
     """The part of a tensor of *shape* that *value* is, a part of its *marker*. None when it is not of one row."""
     if marker.dim() < 2:
         return None

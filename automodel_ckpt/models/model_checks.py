@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.inspect.interface import (
     PARTS,
@@ -156,7 +157,7 @@ def router_settings(model: nn.Module) -> RouterSettings | None:
 def check_router_loss(
     model: nn.Module,
     loss_of: Callable[[Sequence[Tensor]], Tensor],
-    options: Mapping[str, Any],
+    options: Values,
     multiple: int,
     device: torch.device,
 ) -> None:
@@ -218,8 +219,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], if_present: Sequence[str] 
         elif not names:
             hint = did_you_mean(pattern, {*parameters, *parts})
             problems.append(Problem("no parameter's name matches", "model.freeze", pattern, hint))
-    if problems:
-        raise RecipeError.all_of(problems)
+    RecipeError.check(problems)
     for name in frozen:
         parameters[name].requires_grad_(False)
     num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -228,7 +228,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], if_present: Sequence[str] 
             "no parameter is left to train",
             where="model.freeze",
             value=[*patterns, *if_present],
-            hint="freeze fewer parameters",
+            hint="",
         )
     return num_trainable
 

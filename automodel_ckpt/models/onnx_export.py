@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from automodel_ckpt.checkpoint.files.type_aliases import Strings, ValueDict
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.inspect.interface import first_line
 from automodel_ckpt.models.inspect.signature import model_class
@@ -43,12 +44,12 @@ _NO_POOLING = f"the output is {_HIDDEN}: pooling and normalization are not part 
 class _OneOutput(nn.Module):
     """The model with positional inputs and one output, and without a cache of keys and values."""
 
-    def __init__(self, model: nn.Module, inputs: tuple[str, ...], output: str) -> None:
+    def __init__(self, model: nn.Module, inputs: Strings, output: str) -> None:
         super().__init__()
         self.model = model
         self._inputs, self._output = inputs, output
         accepts_cache = "use_cache" in inspect.signature(model.forward).parameters
-        self._options: dict[str, Any] = {"use_cache": False} if accepts_cache else {}
+        self._options: ValueDict = {"use_cache": False} if accepts_cache else {}
 
     def forward(self, *values: Tensor) -> Tensor:
         """Return the output of the model for the *values* of its inputs, in order."""
@@ -88,7 +89,7 @@ def export_to_onnx(directory: Path, target: Path, dtype: str) -> str:
     """
     model, output = _load(directory, dtype)
     parameters = inspect.signature(model.forward).parameters
-    inputs: tuple[str, ...] = _INPUTS
+    inputs: Strings = _INPUTS
     if _SEGMENTS in parameters and getattr(model.config, "type_vocab_size", 0) > 1:
         inputs = (*_INPUTS, _SEGMENTS)
     if lacking := [name for name in inputs if name not in parameters]:

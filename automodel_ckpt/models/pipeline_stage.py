@@ -9,7 +9,7 @@ own, and the forward of the model returns it in place of the logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from automodel_ckpt.checkpoint.files.type_aliases import Strings, Values
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.interface import model_without_adapters
 
@@ -29,9 +30,9 @@ class Decoder:
 
     layers: str
     """The ModuleList of the decoder layers."""
-    before: tuple[str, ...]
+    before: Strings
     """Modules with parameters that are called before the layers: the embedding first."""
-    after: tuple[str, ...]
+    after: Strings
     """Modules with parameters that are called after the layers: the output layer last."""
 
 
@@ -54,7 +55,7 @@ def check_stages(model: nn.Module, num_stages: int) -> None:
             "there are more pipeline stages than layers",
             where=_WHERE,
             value=f"{num_stages} stages; layers of the model: {num_layers}",
-            hint="lower pp_size",
+            hint="",
         )
 
 
@@ -97,7 +98,7 @@ def _unsupported(base: nn.Module, reason: str) -> RecipeError:
     )
 
 
-def _with_parameters(base: nn.Module, names: list[str]) -> tuple[str, ...]:
+def _with_parameters(base: nn.Module, names: list[str]) -> Strings:
     return tuple(name for name in names if any(True for _ in base.get_submodule(name).parameters()))
 
 
@@ -157,7 +158,7 @@ class StageOutput(PassThrough):
         return hidden
 
 
-def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _first(args: Sequence[Any], kwargs: Values) -> Any:
     return args[0] if args else next(iter(kwargs.values()))
 
 

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.meta_init import float32_names
 
@@ -40,13 +41,13 @@ def check_quantization(kind: Quantization, *, device: torch.device, strategy: st
         raise RecipeError(what, where="peft.quantize_base", value=kind, hint=hint)
 
 
-def int8_loading(device: torch.device) -> dict[str, Any]:
+def int8_loading(device: torch.device) -> ValueDict:
     """Arguments of ``from_pretrained`` by which bitsandbytes reads a base in 8 bits."""
     make: Any = transformers.BitsAndBytesConfig  # it has no annotations
     return {"quantization_config": make(load_in_8bit=True), "device_map": {"": device}}
 
 
-def dequantized(config: PreTrainedConfig) -> dict[str, Any]:
+def dequantized(config: PreTrainedConfig) -> ValueDict:
     """Arguments of ``from_pretrained`` by which a base with quantized files is read as ordinary floats.
 
     Empty for a base that is not quantized, and for formats that transformers cannot dequantize while it reads.

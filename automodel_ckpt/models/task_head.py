@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.checkpoint.files.type_aliases import Strings
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger("automodel_ckpt")
@@ -26,9 +27,9 @@ _POOLER = "pooler"
 class HeadDifferences(NamedTuple):
     """The tensors in which files of a pretrained model differ from a model with another head."""
 
-    drawn: tuple[str, ...]
+    drawn: Strings
     """Tensors of the model's head that the files lack; they get random values."""
-    ignored: tuple[str, ...]
+    ignored: Strings
     """Tensors of another head in the files."""
 
     def log(self, name: str) -> None:
@@ -39,7 +40,7 @@ class HeadDifferences(NamedTuple):
             log.info("not used, because the base has another head: %s", ", ".join(self.ignored))
 
 
-def head_modules(model: Any) -> tuple[str, ...]:
+def head_modules(model: Any) -> Strings:
     """List the names of the modules with parameters outside of the backbone of *model*, and the backbone's pooler.
 
     Empty for a model with an unknown backbone (``base_model_prefix`` of transformers).
@@ -77,7 +78,7 @@ def head_differences(
     return HeadDifferences(tuple(sorted(drawn)), tuple(sorted(ignored)))
 
 
-def expected_differences(model: Any, in_files: Iterable[str]) -> tuple[str, ...]:
+def expected_differences(model: Any, in_files: Iterable[str]) -> Strings:
     """List the names in which *model* and files of its backbone differ: the names of both heads, and other spellings.
 
     Files of a backbone alone have its names without the prefix that they have in *model*.
@@ -126,7 +127,7 @@ def set_padding(config: PreTrainedConfig, pad_token_id: int) -> None:
         section.pad_token_id = pad_token_id
 
 
-def pretrained_labels(config: PreTrainedConfig) -> tuple[str, ...]:
+def pretrained_labels(config: PreTrainedConfig) -> Strings:
     """List the labels of a pretrained classifier; empty for the configuration of another kind of model."""
     architectures = getattr(config, "architectures", None) or ()
     if not any(name.endswith("ForSequenceClassification") for name in architectures):

@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Strings, TextDict, Texts
 from automodel_ckpt.errors import Problem, RecipeError
 
 log = logging.getLogger(__name__)
 
-Shape = tuple[int, ...]
 _MAX_LINES = 20
 """Differences that one error lists."""
 # As GPTQ and AWQ, compressed-tensors, FP8, bitsandbytes and MXFP4 name them.
@@ -56,13 +55,13 @@ class Verdict:
 
     matches: Texts
     resized: Mapping[str, tuple[Shape, Shape]]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
+    missing: Strings
+    unexpected: Strings
     misshapen: Mapping[str, tuple[Shape, Shape]]
     allowed: frozenset[str]
 
     @property
-    def new(self) -> tuple[str, ...]:
+    def new(self) -> Strings:
         """The tensors of the model that no tensor of the source fills."""
         return tuple(sorted({*self.missing, *self.misshapen}))
 

@@ -15,7 +15,13 @@ from automodel_ckpt.data.batches.packing import PackedDataset
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.media.image_packing import PackedImages
 from automodel_ckpt.data.samples.teacher_targets import TargetedDataset
-from automodel_ckpt.data.samples.tokenized import LengthSummary, TokenizedDataset, note_lines
+from automodel_ckpt.data.samples.tokenized import (
+    SKIPPED,
+    TRUNCATED,
+    LengthSummary,
+    TokenizedDataset,
+    note_lines,
+)
 from automodel_ckpt.parallel.mesh_sizes import RankLayout, Sizes
 from automodel_ckpt.training.recipe import Recipe
 from automodel_ckpt.training.resume import commits_of_run, pin_base
@@ -89,7 +95,7 @@ def summary(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if not is_partial:
         yield "tokens", lengths.tokens_text
     if is_known:
-        truncated, skipped, *_ = samples.counts.tolist()
+        truncated, skipped = samples.counts[TRUNCATED], samples.counts[SKIPPED]
         yield "truncated", f"{truncated:,}, and {skipped:,} skipped"
     if isinstance(dataset, PackedDataset | PackedImages):
         waste = 100 * dataset.waste
@@ -98,7 +104,7 @@ def summary(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if is_known:
         if samples.template:
             yield "template", f"the assistant's tokens are found by {samples.template}"
-        yield from (("warning", note) for note in note_lines(samples.notes, len(samples)))
+        yield from (("warning", note) for note in note_lines(samples.counts))
 
 
 def first_samples(recipe: Recipe, num_samples: int) -> Iterator[PreviewSample]:

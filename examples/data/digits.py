@@ -13,7 +13,12 @@ from transformers import LlavaProcessor
 
 from automodel_ckpt.data.collate import at_most, require_choice
 from automodel_ckpt.data.conversations.messages import UnusableSample
-from automodel_ckpt.data.media.image_conversations import ImageChatTemplate, ImageText, image_text
+from automodel_ckpt.data.media.image_conversations import (
+    ImageChatTemplate,
+    ImageText,
+    RowContent,
+    image_text,
+)
 from automodel_ckpt.data.media.media_files import pillow
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
@@ -85,7 +90,7 @@ class DigitConversations:
             {"role": "assistant", "content": [{"type": "text", "text": str(self.digits[index])}]},
         ]
         try:
-            return image_text(self.template, turns, [self.image(index)], where=where)
+            return image_text(self.template, RowContent(turns, [self.image(index)]), where=where)
         except UnusableSample as error:
             raise RecipeError(
                 error.what, where=where, value=error.value, hint=error.hint

@@ -65,8 +65,8 @@ class _TopicRows(Rows):
     def fields(self) -> Sequence[str]:
         return list(self._columns)
 
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        return [self._columns[field] for field in fields]
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
+        return [self._columns[field][start:stop] for field in fields]
 
     def place(self, row: int) -> str:
         return f"{self.path}, {self._columns['label'][row]}"

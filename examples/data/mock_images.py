@@ -13,6 +13,7 @@ from automodel_ckpt.data.media.image_conversations import (
     ImageChatTemplate,
     ImageOptions,
     ImageText,
+    RowContent,
     image_text,
 )
 from automodel_ckpt.data.media.media_files import pillow
@@ -129,8 +130,7 @@ class MockImages:
         try:
             return image_text(
                 self.template,
-                turns,
-                images,
+                RowContent(turns, images),
                 where=where,
                 seq_length=self.options.seq_length,
                 truncation=self.options.truncation,

@@ -150,8 +150,8 @@ class _MadeRows(Rows):
     def fields(self) -> Sequence[str]:
         return [_ITEM]
 
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        return [[value for value, _ in self._items]]
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
+        return [[value for value, _ in self._items[start:stop]]]
 
     def place(self, row: int) -> str:
         return self._items[row][1]
@@ -389,7 +389,7 @@ def description_pairs(
         _MadeRows(f"description_pairs ({split})", texts),
         library_digest(),
         tokenizer,
-        lambda rows: encoder.samples(rows.values(_ITEM), rows.place),
+        lambda rows: encoder.samples(rows.values(_ITEM), rows),
         EarlierTruncation("right", seq_length),
         key=(
             "python_docs-description_pairs",

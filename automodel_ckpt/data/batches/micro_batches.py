@@ -1,8 +1,8 @@
 """Which samples a rank trains on in which order, and reading and collating the samples of one micro-batch.
 
 The order is computed by pure functions: one permutation per epoch. Its slices are the global batches. Only
-:func:`rank_part` depends on the number of ranks. Any number of ranks therefore trains on the same global batches in the
-same order.
+:meth:`BatchSizes.rank_part` depends on the number of ranks. Any number of ranks therefore trains on the same global
+batches in the same order.
 
 Samples are read with the same result in the rank and in a worker process. The random generators are seeded before each
 sample from (seed, epoch, sample). A sample therefore depends neither on the worker that read it nor on the samples read
@@ -52,8 +52,22 @@ class BatchSizes:
     with_preceding: bool = False
 
     def rank_part(self, ids: Sequence[int]) -> list[Ids]:
-        """Return the micro-batches of the rank: see :func:`rank_part`."""
-        return rank_part(ids, self.dp_rank, self.dp_size, self.local_batch_size)
+        """Return the micro-batches of the rank, as lists of the *ids* of a global batch.
+
+        The ids are divided, in order, into micro-batches of the local batch size (the last may be shorter). Each rank
+        takes a contiguous run of them; if they do not divide evenly, the first ranks take one more. Every rank returns
+        the same number of micro-batches: ranks with one fewer get an empty list as their last.
+        """
+        size = self.local_batch_size
+        micro_batches = [list(ids[start : start + size]) for start in range(0, len(ids), size)]
+        num_each, num_extra = divmod(len(micro_batches), self.dp_size)
+        first = self.dp_rank * num_each + min(self.dp_rank, num_extra)
+        has_extra = self.dp_rank < num_extra
+        own = micro_batches[first : first + num_each + has_extra]
+        if num_extra and not has_extra:
+            # Every rank must run the same number of forward passes: FSDP communicates in each.
+            own.append([])
+        return own
 
 
 def derive_seed(*parts: int) -> int:
@@ -88,26 +102,6 @@ def _splitmix64(seed: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uin
         state *= np.uint64(factor)
     state ^= state >> np.uint64(31)
     return state
-
-
-def rank_part(ids: Sequence[int], dp_rank: int, dp_size: int, local_batch_size: int) -> list[Ids]:
-    """Return the micro-batches of one rank, as lists of the *ids* of a global batch.
-
-    The ids are divided, in order, into micro-batches of *local_batch_size* (the last may be shorter). Each rank takes a
-    contiguous run of them; if they do not divide evenly, the first ranks take one more. Every rank returns the same
-    number of micro-batches: ranks with one fewer get an empty list as their last.
-    """
-    starts = range(0, len(ids), local_batch_size)
-    micro_batches = [list(ids[start : start + local_batch_size]) for start in starts]
-    num_each, num_extra = divmod(len(micro_batches), dp_size)
-    first = dp_rank * num_each + min(dp_rank, num_extra)
-    has_extra = dp_rank < num_extra
-    end = first + num_each + int(has_extra)
-    own = micro_batches[first:end]
-    if num_extra > 0 and not has_extra:
-        # Every rank must run the same number of forward passes: FSDP communicates in each.
-        own.append([])
-    return own
 
 
 Collate = Callable[[list[Any]], Batch]
@@ -221,7 +215,7 @@ def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empt
             "collate_fn must return a mapping of tensors with a key 'labels'",
             where="dataloader.collate_fn",
             value=type(batch).__name__ if not isinstance(batch, Mapping) else ", ".join(batch),
-            hint="return {'input_ids': ..., 'attention_mask': ..., 'labels': ...}",
+            hint="",
         )
     if empty:
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}

@@ -182,7 +182,7 @@ class _Reader(IterableDataset[Any]):
             rows = []
             for place, lane in enumerate(lane_of):
                 name = turns.next_name()
-                turns.take(name)
+                turns.counts[name] += 1
                 if name in indexed and place in own:
                     rows.append(indexed[name](turns.counts[name] - 1))
                 elif name in lanes and lane in lanes[name]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from automodel_ckpt.data.conversations.chat_renderer import MARK, ChatRenderer, Span, common_length
 from automodel_ckpt.data.conversations.messages import (
@@ -22,22 +22,12 @@ from automodel_ckpt.data.conversations.messages import (
 METHOD = "rendering the conversation up to each assistant turn"
 
 
-class AnswerPrefixes(NamedTuple):
-    """The conversation up to the start of the assistant's text in a turn, and up to its end.
-
-    *is_rewritten*: the template writes the turns up to here in another way when no more messages follow.
-    """
-
-    before: str
-    after: str
-    is_rewritten: bool = False
-
-
-def answer_prefixes(
+def answer_span(
     renderer: ChatRenderer, turns: Turns, tools: Any, number: int, whole: str
-) -> AnswerPrefixes:
+) -> tuple[Span, bool]:
     """Locate the assistant's text of turn *number* in *whole*, the text of the whole conversation.
 
+    Returns its span, and whether the template writes the turns up to here in another way when no more messages follow.
     Raises :class:`UnusableSample` if that is impossible.
     """
     try:
@@ -47,17 +37,17 @@ def answer_prefixes(
                 METHOD,
                 "begin the conversation with a user or system message",
             )
-        return _by_prefixes(renderer, turns, tools, number, whole)
+        return _by_prefixes(renderer, turns, tools, number, whole), False
     except UnusableSample:
         located = _located(renderer, turns, tools, number, whole)
         if located is None:
             raise
-        return located._replace(is_rewritten=number > 0)
+        return located, number > 0
 
 
 def _located(
     renderer: ChatRenderer, turns: Turns, tools: Any, number: int, whole: str
-) -> AnswerPrefixes | None:
+) -> Span | None:
     """Locate the assistant's text of turn *number* by what changes in the text with another content of the turn.
 
     Returns None when the template does not write the content once and unchanged before the end of the turn.
@@ -73,7 +63,7 @@ def _located(
     if not mark or MARK in rest or not whole.startswith(before):
         return None
     if number + 1 == len(turns):
-        return AnswerPrefixes(before, whole)
+        return len(before), len(whole)
     end = renderer.end_of_turn
     if calls_of(turn):
         # A template may write other white space between the content and the calls if there is content.
@@ -83,12 +73,10 @@ def _located(
         end_of_text = len(whole) - len(rest) if whole.endswith(rest) else -1
     if end_of_text < len(before):
         return None
-    return AnswerPrefixes(before, whole[: end_of_text + common_length(whole[end_of_text:], end)])
+    return len(before), end_of_text + common_length(whole[end_of_text:], end)
 
 
-def _by_prefixes(
-    renderer: ChatRenderer, turns: Turns, tools: Any, number: int, whole: str
-) -> AnswerPrefixes:
+def _by_prefixes(renderer: ChatRenderer, turns: Turns, tools: Any, number: int, whole: str) -> Span:
     """Render the conversation up to the start of the assistant's text in turn *number*, and up to its end.
 
     Raises :class:`UnusableSample` if one of the returned texts is not a prefix of *whole*.
@@ -115,7 +103,7 @@ def _by_prefixes(
                 f"{text[same : same + 40]!r} becomes {whole[same : same + 40]!r}",
                 "set dataset.chat_template to a template with {% generation %} markers, or dataset.learn last",
             )
-    return AnswerPrefixes(before, after)
+    return len(before), len(after)
 
 
 def _without_header_of_tool(renderer: ChatRenderer, text: str, turns: Turns, tools: Any) -> str:

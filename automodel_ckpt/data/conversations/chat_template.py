@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_ckpt.data.collate import Ids, Key
 from automodel_ckpt.data.conversations.assistant_text import (
     METHOD,
-    answer_prefixes,
+    answer_span,
     marked_answers,
     reasoning_spans,
 )
@@ -125,8 +125,6 @@ class ChatTemplate:
         turns = self._fitting(turns, offered)
         text, spans, notes = self.located(turns, offered)
         tokens, labelled = self._tokenized(text, spans)
-        if self.last_only:
-            labelled = _last_run(labelled)
         if self.mask_reasoning:
             for span in reasoning_spans(self.renderer, turns, offered, text):
                 first, last = self._token_span(text, span, tokens)
@@ -213,7 +211,7 @@ class ChatTemplate:
         if offered is not None and "tools" not in self.template:
             raise UnusableSample(
                 "the chat template omits the tools of this conversation",
-                repr(offered)[:80],
+                offered,
                 "set dataset.chat_template to a template that writes tools, or remove them from the data",
             )
         return offered
@@ -241,10 +239,7 @@ class ChatTemplate:
             )
 
     def located(self, turns: Turns, tools: Any) -> tuple[str, list[Span], list[str]]:
-        """Render a conversation. Returns the text, the spans of the assistant's text that get labels, and notes.
-
-        With :attr:`last_only`, the spans inside generation markers are still the spans of all turns.
-        """
+        """Render a conversation. Returns the text, the spans of the assistant's text that get labels, and notes."""
         renderer = self.renderer
         if renderer.has_markers:
             # Not transformers' mask of assistant tokens: a character without a token throws it off.
@@ -252,15 +247,14 @@ class ChatTemplate:
             notes = [*notes_of(renderer, turns, text)]
             if spans:
                 notes += leaves_out_end(renderer, text[spans[-1][1] :])
-            return text, spans, notes
+            return text, _last_of(spans) if self.last_only else spans, notes
         text, spans = renderer.text(turns, tools), []
         notes = [*notes_of(renderer, turns, text)]
         numbers = [number for number, turn in enumerate(turns) if is_trained_on(turn)]
         for number in numbers[-1:] if self.last_only else numbers:
-            found = answer_prefixes(renderer, turns, tools, number, text)
-            spans.append((len(found.before), len(found.after)))
-            if found.is_rewritten:
-                notes.append(REWRITTEN)
+            span, is_rewritten = answer_span(renderer, turns, tools, number, text)
+            spans.append(span)
+            notes += [REWRITTEN] if is_rewritten else []
         return text, spans, notes
 
     def _tokenized(self, text: str, spans: Sequence[Span]) -> tuple[Ids, list[bool]]:
@@ -305,7 +299,7 @@ def _text_of(content: list[Any]) -> str:
         if not isinstance(text, str):
             raise UnusableSample(
                 "a message has a part that is not text, but the chat template supports only text",
-                repr(part)[:80],
+                part,
                 "remove the part; images require a vision-language model and automodel_ckpt.data.vlm.conversations",
             )
         texts.append(text)
@@ -327,13 +321,9 @@ def _within(spans: Sequence[Span], labeled_spans: Sequence[Span]) -> list[bool]:
     return overlaps
 
 
-def _last_run(labelled: Sequence[bool]) -> list[bool]:
-    """Copy *labelled* with only its last uninterrupted run of True."""
-    flags = list(labelled)
-    end = len(flags)
-    while end and not flags[end - 1]:
-        end -= 1
-    start = end
-    while start and flags[start - 1]:
-        start -= 1
-    return [False] * start + flags[start:]
+def _last_of(spans: Sequence[Span]) -> list[Span]:
+    """The last of *spans*, and those before it that it continues."""
+    first = len(spans) - 1
+    while first > 0 and spans[first - 1][1] == spans[first][0]:
+        first -= 1
+    return list(spans[max(first, 0) :])

@@ -117,7 +117,7 @@ def _media_part(part: Object, kind: str) -> Object:
         if part.get(key):
             raise UnusableSample(
                 "an image part of a message has a size of its own, which is not supported",
-                f"{key}: {part[key]!r}"[:80],
+                f"{key}: {part[key]!r}",
                 "remove it and resize the image, or limit all images with processor.kwargs",
             )
     for key in _AUDIO_KEYS if kind == "audio" else _IMAGE_KEYS:
@@ -133,4 +133,4 @@ def _media_part(part: Object, kind: str) -> Object:
 
 
 def _unusable(what: str, part: Any) -> UnusableSample:
-    return UnusableSample(what, repr(part)[:80], _HINT)
+    return UnusableSample(what, part, _HINT)

@@ -21,6 +21,8 @@ Object = dict[str, Any]
 Turns = list[Object]
 """The messages of a conversation."""
 _WEIGHT = "weight"
+_MAX_SHOWN = 400
+"""Characters of a value in a message."""
 CALL = "tool_call"
 RESULT = "tool_response"
 """Roles of messages that are one call of a tool, ``{"name", "arguments"}`` as JSON text, or its result (Swift)."""
@@ -56,10 +58,12 @@ KEYS = ("role", "name", "tool_call_id", _WEIGHT, *CONTENTS)
 class UnusableSample(Exception):
     """A conversation cannot be used as a sample. *hint* states what to change; the caller adds the location."""
 
-    def __init__(self, what: str, value: object, hint: str) -> None:
+    def __init__(
+        self, what: str, value: object, hint: str = "correct or remove this sample"
+    ) -> None:
         super().__init__(what)
         self.what = what
-        self.value = value
+        self.value = (value if isinstance(value, str) else repr(value))[:_MAX_SHOWN]
         self.hint = hint
 
 
@@ -134,7 +138,7 @@ def _function(content: Any) -> Object:
 def _invalid_call(value: Any) -> UnusableSample:
     return UnusableSample(
         "a tool call has no name, or another weight than the message that it continues",
-        repr(value)[:80],
+        value,
         'the content of a tool call is {"name": "...", "arguments": {...}}, as an object or JSON text',
     )
 
@@ -161,7 +165,7 @@ def turns_of(conversation: Any) -> Turns:
     if not turns or not are_messages:
         raise UnusableSample(
             "this is not a conversation",
-            repr(conversation)[:80],
+            conversation,
             'a conversation is [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
         )
     for turn in turns:
@@ -178,7 +182,7 @@ def prompt_and_completion(prompt: Any, completion: Any) -> Turns:
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise UnusableSample(
             "a prompt or a completion is not a list of messages",
-            f"{repr(prompt)[:80]}, {repr(completion)[:80]}",
+            f"{prompt!r}, {completion!r}",
             "provide the prompt and the completion as lists of messages, or both as text",
         )
     before = [_usual(turn) for turn in prompt]
@@ -189,7 +193,7 @@ def prompt_and_completion(prompt: Any, completion: Any) -> Turns:
     if before and after and _role(before[-1]) == _role(after[0]) == "assistant":
         raise UnusableSample(
             "the completion continues the assistant's message in the prompt",
-            repr(before[-1])[:80],
+            before[-1],
             "move the whole message into the completion",
         )
     turns = [turn | {_WEIGHT: 0} if isinstance(turn, dict) else turn for turn in before]
@@ -220,7 +224,7 @@ def parsed(value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise UnusableSample("this is not JSON", value[:80], "correct this sample") from error
+        raise UnusableSample("this is not JSON", value) from error
 
 
 def calls_of(turn: Mapping[str, Any]) -> Turns:
@@ -277,7 +281,7 @@ def _weighted(turn: Object) -> Object:
     if unclear is not None:
         raise UnusableSample(
             "a message has a key whose meaning differs between programs",
-            f"{unclear}: {turn[unclear]!r}"[:80],
+            f"{unclear}: {turn[unclear]!r}",
             "use weight 0 for assistant messages to exclude from training, and remove this key",
         )
     for key in _TRAINS:
@@ -287,7 +291,7 @@ def _weighted(turn: Object) -> Object:
         if value not in (0, 1) or turn.setdefault(_WEIGHT, int(value)) != value:
             raise UnusableSample(
                 "a message's key for training is neither true nor false, or differs from its weight",
-                f"{_WEIGHT}: {turn.get(_WEIGHT)!r}, {key}: {value!r}"[:80],
+                f"{_WEIGHT}: {turn.get(_WEIGHT)!r}, {key}: {value!r}",
                 "use weight 0 for assistant messages to exclude from training, and remove this key",
             )
     return turn
@@ -298,14 +302,14 @@ def _require_content(turn: Object) -> None:
     if turn.keys().isdisjoint((*CONTENTS, "tool_call_id")):
         raise UnusableSample(
             "a message has no content",
-            repr(turn)[:80],
+            turn,
             "add content or tool_calls, or remove the message",
         )
     content = turn.get("content", "")
     if not isinstance(content, str | list) and turn["role"] in ("system", "user", "assistant"):
         hint = 'use text, or a list of parts such as {"type": "text", "text": "..."}'
         raise UnusableSample(
-            "a message's content is neither text nor a list of parts", repr(content)[:80], hint
+            "a message's content is neither text nor a list of parts", content, hint
         )
 
 

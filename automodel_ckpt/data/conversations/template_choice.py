@@ -62,19 +62,17 @@ def read_template(given: str) -> str:
     """
     if "{" in given:
         return given
+    text, reason = "", "it has neither {{ nor {%"
     try:
         text = Path(given).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        hint = "give the path of a text file in UTF-8, or the template itself"
-        value = f"{given} ({getattr(error, 'strerror', error)})"
-        what = "the chat template cannot be read"
-        raise RecipeError(what, where="dataset.chat_template", value=value, hint=hint) from error
+        reason = str(getattr(error, "strerror", error))
     if "{{" not in text and "{%" not in text:
         raise RecipeError(
-            "the file is not a chat template: it has neither {{ nor {%",
+            "the chat template cannot be read",
             where="dataset.chat_template",
-            value=given,
-            hint="give the path of a Jinja template",
+            value=f"{given} ({reason})",
+            hint="give the path of a text file in UTF-8, or the template itself",
         )
     return text
 

@@ -41,7 +41,7 @@ def _require_one_question(prompt: str | None, prompt_field: str | None) -> None:
             "the question is given as a text and as a column",
             where="dataset.prompt, dataset.prompt_field",
             value=f"{prompt!r}, {prompt_field!r}",
-            hint="remove one of them",
+            hint="",
         )
 
 
@@ -107,10 +107,10 @@ class AnswerColumns:
         require_choice("answer_format", columns.answer_format, ("text", "json_tokens"))
         if not columns.path:
             raise RecipeError(
-                "the data set has no path",
-                where="dataset.path",
-                value=None,
-                hint=f"set dataset.path, or dataset.preset to one of: {', '.join(PRESETS)}",
+                "the data set has no path and no preset",
+                where="dataset.path, dataset.preset",
+                value=", ".join(PRESETS),
+                hint="",
             )
         return columns
 
@@ -124,9 +124,7 @@ class AnswerColumns:
         """Convert a row to a conversation of two messages. Raises :class:`UnusableSample` if something is missing."""
         images = row.get(self.image_field)
         if images is None or images == []:
-            raise UnusableSample(
-                "a row has no image", f"column {self.image_field}: {images}", "remove this row"
-            )
+            raise UnusableSample("a row has no image", f"column {self.image_field}: {images}")
         if not isinstance(images, list):
             images = [images]
         prompt = self.prompt if self.prompt_field is None else _text(row, self.prompt_field)
@@ -173,7 +171,7 @@ def _tokens_of_answer(value: Any, field: str) -> str:
             return json_tokens(found)
     raise UnusableSample(
         "an answer is not a JSON object",
-        f"column {field}: {str(value)[:80]}",
+        f"column {field}: {value}",
         "correct this row, or set dataset.answer_format text",
     )
 
@@ -187,7 +185,7 @@ def _text(row: Item, field: str) -> str:
         return str(value)
     raise UnusableSample(
         "a row has no text in a column that a question or an answer is read from",
-        f"column {field}: {str(value)[:80]}",
+        f"column {field}: {value}",
         "correct or remove this row, or name another column (dataset.prompt_field, dataset.answer_field)",
     )
 
@@ -231,14 +229,12 @@ class TranscriptColumns:
         """Convert a row to a conversation. Raises :class:`UnusableSample` if something is missing."""
         audio = row.get(self.audio_field)
         if audio is None:
-            raise UnusableSample(
-                "a row has no audio", f"column {self.audio_field}: null", "remove this row"
-            )
+            raise UnusableSample("a row has no audio", f"column {self.audio_field}: null")
         answer = self.transcript(row.get(self.text_field))
         if not answer.strip():
             raise UnusableSample(
                 "a row has no transcript",
-                f"column {self.text_field}: {str(row.get(self.text_field))[:80]}",
+                f"column {self.text_field}: {row.get(self.text_field)}",
                 "remove this row, name another column, or set dataset.skip_empty true",
             )
         prompt = self.prompt if self.prompt_field is None else row.get(self.prompt_field)
@@ -278,9 +274,9 @@ def usable_rows(
     if not numbers:
         raise RecipeError(
             "no row is left to train on",
-            where="dataset",
+            where="dataset.text_field, dataset.min_seconds, dataset.max_seconds",
             value=counted(len(is_used), "row"),
-            hint="check dataset.text_field, min_seconds and max_seconds",
+            hint="",
         )
     if len(numbers) == len(is_used):
         return None

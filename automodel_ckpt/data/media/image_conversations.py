@@ -161,14 +161,10 @@ class ImageConversations:
         number = index if self.numbers is None else int(self.numbers[index])
         row = self.source.row(number)
         with at_row(self.source, number):
-            content = self.content_of(row)
             return image_text(
                 self.template,
-                content.messages,
-                content.images,
+                self.content_of(row),
                 self.folder,
-                content.tools,
-                given_audios=content.audios,
                 where=f"sample {index} of {self.source.path}",
                 seq_length=self.options.seq_length,
                 truncation=self.options.truncation,
@@ -185,45 +181,34 @@ class ImageConversations:
 
 
 def image_text(
-    template: ImageChatTemplate,
-    conversation: Any,
-    images: Sequence[Any],
-    folder: Path = Path(),
-    tools: Any = None,
-    *,
-    given_audios: Sequence[Any] = (),
-    **options: Any,
+    template: ImageChatTemplate, content: RowContent, folder: Path = Path(), **options: Any
 ) -> ImageText:
-    """Make a sample of a *conversation*, and the *images* and *given_audios* for its empty entries.
+    """Make a sample of a conversation, and the images and audio for its empty entries.
 
-    Relative paths of files start at *folder*. *tools*, a list or its JSON text, are passed to the template. *options*
-    are further fields of :class:`ImageText`. Raises :class:`UnusableSample` if
-    the conversation has no assistant text, its images or audios do not match, or the template cannot write it.
+    Relative paths of files start at *folder*. *options* are further fields of :class:`ImageText`. Raises
+    :class:`UnusableSample` if the conversation has no assistant text, its images or audios do not match, or the
+    template cannot write it.
     """
-    given = [_with_parts(turn) for turn in turns_of(conversation)]
+    given = [_with_parts(turn) for turn in turns_of(content.messages)]
     given = _with_marks(given, template.options.image_marker, IMAGE)
     given = _with_marks(given, template.options.audio_marker, AUDIO)
-    turns, values = _assigned(given, list(images), IMAGE)
-    turns, audio_values = _assigned(turns, list(given_audios), AUDIO)
+    turns, images = _assigned(given, content.images, IMAGE)
+    turns, audios = _assigned(turns, content.audios, AUDIO)
     known = ("text", *(kind for kind in MEDIA if kind in media_of(template.tokenizer)))
     for turn in turns:
         if turn["role"] in CHECKED_ROLES:
             check_types(turn["content"], known, template.template)
     _check_placeholders(turns, template.placeholders)
-    text, labeled_spans = template.render(turns, tools)
+    text, labeled_spans = template.render(turns, content.tools)
     for note in notes_of(template.renderer, turns, text):
         warn_once(note)
     if not labeled_spans:
         roles = ", ".join(str(turn["role"]) for turn in turns)
-        raise UnusableSample(
-            "this conversation has no assistant text to train on", roles, "remove it"
-        )
-    opened = [open_image(value, folder) for value in values]
-    audios = []
-    if audio_values:
-        rate = sampling_rate_of(template.tokenizer)
-        audios = [open_audio(value, folder, rate) for value in audio_values]
-    return ImageText(text, opened, labeled_spans, audios=audios, **options)
+        raise UnusableSample("this conversation has no assistant text to train on", roles)
+    opened = [open_image(value, folder) for value in images]
+    rate = sampling_rate_of(template.tokenizer) if audios else 0
+    heard = [open_audio(value, folder, rate) for value in audios]
+    return ImageText(text, opened, labeled_spans, audios=heard, **options)
 
 
 @dataclass(frozen=True)
@@ -241,22 +226,21 @@ class ImageChatTemplate(ChatTemplate):
             found.add(token)
         return found
 
-    def render(self, turns: Turns, tools: Any = None) -> tuple[str, list[Span]]:
+    def render(self, turns: Turns, tools: Any) -> tuple[str, list[Span]]:
         """Render a conversation and the *tools* that are offered in it, a list or its JSON text.
 
         Returns the text and the (start, end) characters of the assistant's text in it.
         """
-        turns = self._with_arguments(turns)
-        offered = self._offered(tools)
-        self._check_calls_rendered(turns, offered)
-        if not self.takes_parts:
-            turns = [self._as_text(turn) for turn in turns]
-        text, labeled_spans = self._located(turns, offered)
+        turns, offered = self.prepared(turns, tools)
+        text, labeled_spans, _ = self.located(turns, offered)
         if not self.options.answer_prefix:
             return text, labeled_spans
         unweighted = [as_rendered(turn) for turn in turns]
-        _, spans = replace(self, last_only=False)._located(unweighted, offered)
+        _, spans, _ = replace(self, last_only=False).located(unweighted, offered)
         return _with_prefix(self.options.answer_prefix, text, spans, labeled_spans)
+
+    def _with_text_contents(self, turns: Turns) -> Turns:
+        return turns if self.takes_parts else [self._as_text(turn) for turn in turns]
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -268,11 +252,6 @@ class ImageChatTemplate(ChatTemplate):
         except UnusableSample:
             return not self.renderer.can_render([{"role": "user", "content": "probe"}])
         return re.search(r"['\"]type['\"]", text) is None
-
-    def _located(self, turns: Turns, tools: Any) -> tuple[str, list[Span]]:
-        """Render a conversation and locate the assistant's text that gets labels."""
-        text, spans, _ = self.located(turns, tools)
-        return text, spans[-1:] if self.last_only else spans
 
     def _as_text(self, turn: Object) -> Object:
         """Copy a message with its content as text, for a template that supports only text."""

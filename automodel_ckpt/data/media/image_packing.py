@@ -69,7 +69,7 @@ class MeasuredImages:
                 "no sample is left to pack",
                 where="dataset.truncation",
                 value=f"{counted_are(len(lengths), 'sample')} longer than dataset.seq_length",
-                hint="increase dataset.seq_length, or use smaller images",
+                hint="",
             )
 
     def __len__(self) -> int:

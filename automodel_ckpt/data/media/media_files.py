@@ -88,10 +88,6 @@ def media_of_data(dataset: Any, processor: Any) -> Media:
     return media if isinstance(media, frozenset) else usual_media(processor)
 
 
-_MAX_SHOWN = 200
-"""Characters of a value in an error message."""
-
-
 def _unusable(kind: str, what: str, value: str) -> UnusableSample:
     """Make the error for a value of a *kind* with which *what* is wrong."""
     hint = f"give the path of {kind} file, absolute or relative to the data file, or remove this sample"
@@ -115,15 +111,13 @@ def _source(kind: str, value: Any, folder: Path, decoded: tuple[type, ...] = ())
     if isinstance(value, (bytes, *decoded)):
         return value
     if not isinstance(value, str) or not value:
-        raise _unusable(
-            kind, "is neither a path nor the content of a file", _shortened(repr(value))
-        )
+        raise _unusable(kind, "is neither a path nor the content of a file", repr(value))
     if value.startswith("data:"):
         return _from_base64(kind, value.partition(";base64,")[2], value)
     value = value.removeprefix("file://")
     if "://" in value:
         noun = kind.split()[-1]
-        raise _unusable(kind, f"is not a local file, and {noun}s are not downloaded", value[:80])
+        raise _unusable(kind, f"is not a local file, and {noun}s are not downloaded", value)
     try:
         return folder / Path(value).expanduser()
     except RuntimeError:
@@ -138,22 +132,17 @@ def _from_base64(kind: str, content: str, value: str) -> bytes:
     except ValueError:
         decoded = b""
     if not decoded:
-        raise _unusable(kind, "in the data is not base64 text", value[:80])
+        raise _unusable(kind, "in the data is not base64 text", value)
     return decoded
 
 
 def _shown(source: Any) -> str:
     """Describe the result of :func:`_source` in an error message."""
     if isinstance(source, Path):
-        return _shortened(str(source))
+        return str(source)
     if isinstance(source, bytes):
         return f"{len(source)} bytes of the data"
     return f"{type(source).__name__} of the data"
-
-
-def _shortened(text: str) -> str:
-    """Limit the length of a *text* in an error message."""
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
 _ORIENTATION = 0x0112
@@ -267,7 +256,7 @@ def open_audio(value: Any, folder: Path, sampling_rate: int) -> Samples:
             found = content.T, int(rate)
         channels, rate = found
     if not channels.size:
-        raise UnusableSample("an audio has no samples", where, "remove this sample")
+        raise UnusableSample("an audio has no samples", where)
     samples = np.ascontiguousarray(channels[0])
     if len(channels) > 1:
         samples = np.asarray(channels.mean(axis=0, dtype=np.float32))
@@ -308,7 +297,7 @@ def _of_array(value: Mapping[Any, Any]) -> Recording:
     try:
         samples = np.asarray(value["array"], dtype=np.float32)
     except (TypeError, ValueError) as error:
-        raise _unusable("an audio", "has an array that is not numbers", str(error)[:80]) from error
+        raise _unusable("an audio", "has an array that is not numbers", str(error)) from error
     if samples.ndim not in (1, 2) or not isinstance(rate, int) or rate < 1:
         raise UnusableSample(
             "an audio's array needs one or two dimensions and a sampling rate",
@@ -371,7 +360,7 @@ def _with_soundfile(function: str, source: Any, where: str, **options: Any) -> A
 
 
 def _unreadable(where: str, error: Exception, kind: str = "an audio") -> UnusableSample:
-    reason = _shortened(str(getattr(error, "strerror", None) or error or type(error).__name__))
+    reason = str(getattr(error, "strerror", None) or error or type(error).__name__)
     if type(error).__name__ == "UnidentifiedImageError":
         # Its text repeats the path, or the address of an object in memory.
         reason = "not an image of a known format"

@@ -13,7 +13,6 @@ from automodel_ckpt.data.conversations.messages import without_nulls
 from automodel_ckpt.data.rows.files import UNREADABLE
 from automodel_ckpt.data.rows.row_files import Lane
 from automodel_ckpt.data.rows.rows import Columns, Row, Rows
-from automodel_ckpt.errors import RecipeError
 
 
 def has_reading_options(config: Any, kinds: set[str]) -> bool:
@@ -110,12 +109,8 @@ class TableRows(Rows):
             fields: Row = self.table[number]
             return {name: without_nulls(value) for name, value in fields.items()}
         except (OSError, ValueError) as error:
-            raise RecipeError(
-                "a row cannot be read",
-                where=self.place(number),
-                value=f"{type(error).__name__}: {error}",
-                hint="correct or remove this sample",
-            ) from error
+            value = f"{type(error).__name__}: {error}"
+            raise self.unusable(number, "a row cannot be read", value) from error
 
     def place(self, row: int) -> str:
         split = "" if self.source.split == "train" else f" {self.source.split}"

@@ -23,8 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from automodel_ckpt.errors import RecipeError, os_problem
+from automodel_ckpt.errors import RecipeError
 
+NO_STREAM = "set dataset.streaming false"
 _SKIPPED_BYTES = 1 << 20
 
 
@@ -83,7 +84,7 @@ def files_of(paths: Sequence[str]) -> list[Path]:
             "data files of different formats cannot be combined",
             where="dataset.path",
             value=", ".join(f"*{kind}" for kind in kinds),
-            hint="use files of one format, for example data/*.jsonl",
+            hint="",
         )
     # By real path: a pattern may match a file and a link to it.
     real_paths = Counter(os.path.realpath(file) for file in files)
@@ -93,7 +94,7 @@ def files_of(paths: Sequence[str]) -> list[Path]:
             "a data file is listed twice",
             where="dataset.path",
             value=name,
-            hint="list each file once; otherwise its samples are trained on twice in each epoch",
+            hint="",
         )
     return files
 
@@ -107,7 +108,7 @@ def _matching(path: str) -> list[Path]:
     files = [file for file in files if file.is_file()]
     if not files:
         what = "no data file matches this pattern"
-        raise RecipeError(what, where="dataset.path", value=path, hint=_path_hint())
+        raise RecipeError(what, where="dataset.path", value=path, hint=path_hint())
     return files
 
 
@@ -169,7 +170,7 @@ def saved_table(directory: Path) -> list[Path] | None:
     return [directory / part["filename"] for part in parts]
 
 
-def _path_hint() -> str:
+def path_hint() -> str:
     return (
         f"check dataset.path; relative paths start at the working directory, {Path.cwd()}; only local files and data "
         "sets of the Hub can be read"
@@ -193,6 +194,7 @@ def require_readable(path: Path) -> Path:
                 raise RecipeError(what, where="dataset.path", value=path, hint=hint)
         path.open("rb").close()
     except OSError as error:
-        problem = os_problem(error, "a data file cannot be read", hint=_path_hint())
-        raise RecipeError.all_of([problem]) from error
+        raise RecipeError.of_system(
+            error, "a data file cannot be read", hint=path_hint()
+        ) from error
     return path

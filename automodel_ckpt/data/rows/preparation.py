@@ -17,10 +17,10 @@ import os
 import signal
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -34,9 +34,10 @@ from automodel_ckpt.data.collate import Integers
 from automodel_ckpt.data.rows.rows import RowRange, Rows
 from automodel_ckpt.data.samples.encoder import one_thread
 from automodel_ckpt.data.samples.tokenized import (
-    NOTES,
+    ARRAYS,
+    COUNTS,
     NUMBERS,
-    ArrayFile,
+    Counts,
     Samples,
     Truncation,
     too_long,
@@ -63,22 +64,35 @@ def in_order(
     With one worker, or if worker processes cannot be started or die, this process computes the rest. Raises what
     *function* raises for the first range that fails.
     """
+    global _function
     if num_workers < 2:
         yield from itertools.starmap(function, ranges)
         return
-    with _workers(function, num_workers) as workers:
+    _function = function
+    freeze_in_forked_processes()
+    context = multiprocessing.get_context("fork")
+    workers = ProcessPoolExecutor(num_workers, context, _begin_worker, (os.getpid(),))
+    try:
         for first in range(0, len(ranges), _BLOCK):
             block = ranges[first : first + _BLOCK]
             results: Iterator[Any] = iter(())
-            # AssertionError: multiprocessing lets a daemonic process have no children.
-            with contextlib.suppress(BrokenProcessPool, OSError, AssertionError):
-                results = workers.map(_compute, *zip(*block, strict=True))
+            # The first block forks all workers. Threads of the tokenizers library do not survive it.
+            with one_thread(), warnings.catch_warnings():
+                # Python 3.12 warns of a fork in a process with threads, such as torch's, which the workers do not use.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                # AssertionError: multiprocessing lets a daemonic process have no children.
+                with contextlib.suppress(BrokenProcessPool, OSError, AssertionError):
+                    results = workers.map(_compute, *zip(*block, strict=True))
             for bounds in block:
                 result = None
                 # None when workers cannot be started, one has died, or the function raised.
                 with contextlib.suppress(BrokenProcessPool):
                     result = next(results, None)
                 yield function(*bounds) if result is None else result
+    finally:
+        # Also after Ctrl-C: what the workers compute now takes less than a second.
+        workers.shutdown(wait=True, cancel_futures=True)
+        _function = None
 
 
 def _compute(start: int, stop: int) -> object | None:
@@ -87,31 +101,6 @@ def _compute(start: int, stop: int) -> object | None:
     with contextlib.suppress(Exception):
         return _function(start, stop)
     return None
-
-
-@contextlib.contextmanager
-def _workers(
-    function: Callable[[int, int], object], num_workers: int
-) -> Iterator[ProcessPoolExecutor]:
-    """Start processes that compute *function*. They end with the block, or with this process."""
-    global _function
-    _function = function
-    freeze_in_forked_processes()
-    context = multiprocessing.get_context("fork")
-    workers = ProcessPoolExecutor(num_workers, context, _begin_worker, (os.getpid(),))
-    try:
-        # Threads of the tokenizers library do not survive a fork.
-        with one_thread(), warnings.catch_warnings():
-            # Python 3.12 warns of a fork in a process with threads, such as torch's, which the workers do not use.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            # The first task forks all workers.
-            with contextlib.suppress(BrokenProcessPool, OSError, AssertionError):
-                workers.submit(os.getpid)
-        yield workers
-    finally:
-        # Also after Ctrl-C: what the workers compute now takes less than a second.
-        workers.shutdown(wait=True, cancel_futures=True)
-        _function = None
 
 
 def _begin_worker(parent: int) -> None:
@@ -137,7 +126,7 @@ _LINE_SECONDS = 30.0
 
 
 class Part(NamedTuple):
-    """The samples of a range of rows after truncation, concatenated, and the *policy* with their counts.
+    """The samples of a range of rows after truncation, concatenated, and the *counts* of the policy.
 
     *ends* counts from the start of the part. *too_long* are rows -> tokens that the policy ``error`` rejects.
     """
@@ -147,7 +136,7 @@ class Part(NamedTuple):
     ends: Integers
     labelled: npt.NDArray[np.bool_]
     numbers: list[Any]
-    policy: Truncation
+    counts: Counts
     too_long: dict[int, int]
 
 
@@ -160,34 +149,29 @@ def prepare(
 ) -> None:
     """Write the data set of all *rows* into *directory*. *encode* makes its samples, and *policy* truncates them.
 
-    *encode* makes *group_size* samples of a row. :meth:`TokenizedDataset.load` reads the files. Raises
+    *encode* makes *group_size* samples of a row. :class:`TokenizedDataset` reads the files. Raises
     :class:`RecipeError` for the first row that *encode* does not accept, and then for all samples that are too long.
     """
     show = progress(rows.path, rows.num_rows)
-    tokens = ArrayFile(directory / "tokens.npy", np.int32)
-    ends = ArrayFile(directory / "ends.npy", np.int64)
-    labelled = ArrayFile(directory / "labelled.npy", np.bool_)
     lengths: dict[int, int] = {}
     numbers: list[Any] = []
-    counts = np.zeros(3, dtype=np.int64)
-    notes: Counter[str] = Counter()
-    with tokens, ends, labelled:
+    counts = Counts()
+    num_tokens = 0
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context((directory / name).open("wb")) for name in ARRAYS]
         for part in _encoded_parts(rows, encode, policy, group_size):
-            ends.append(part.ends + tokens.size)
-            tokens.append(part.tokens)
-            labelled.append(part.labelled)
-            counts += part.policy.counts
-            notes += part.policy.notes
+            values: list[npt.NDArray[Any]] = [part.tokens, part.ends + num_tokens, part.labelled]
+            for file, array in zip(files, values, strict=True):
+                file.write(array.tobytes())
+            num_tokens += len(part.tokens)
+            counts.update(part.counts)
             lengths |= part.too_long
             numbers += part.numbers
             show(part.num_rows)
     if lengths:
         raise too_long(lengths, policy.seq_length, rows.num_rows, rows.place)
-    np.save(directory / "counts.npy", counts)
-    if not np.isnan(numbers).all():
-        np.save(directory / NUMBERS, np.array(numbers))
-    if notes:
-        (directory / NOTES).write_text(json.dumps(notes), encoding="utf-8")
+    np.save(directory / NUMBERS, np.array(numbers))
+    (directory / COUNTS).write_text(json.dumps(counts), encoding="utf-8")
 
 
 def _encoded_parts(
@@ -219,7 +203,7 @@ def _encode_range(
     stop: int,
 ) -> Part:
     samples = encode(RowRange(rows, start, stop))
-    policy = policy.anew()
+    policy = replace(policy)
     remaining = []
     rejected = {}
     for number in range(start, stop):
@@ -239,7 +223,7 @@ def _encode_range(
         ends=np.cumsum([len(sample.tokens) for sample in remaining], dtype=np.int64),
         labelled=np.fromiter(labelled, np.bool_),
         numbers=[sample.number for sample in remaining],
-        policy=policy,
+        counts=policy.counts,
         too_long=rejected,
     )
 

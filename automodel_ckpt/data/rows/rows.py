@@ -60,12 +60,12 @@ class FieldTemplate:
             return self._template.render(row)
         except Exception as error:  # a template can raise anything, for example divide by zero
             value = f"{type(error).__name__}: {error}"
-            hint = "correct this sample, or the template"
             raise RecipeError(
-                "a field template fails on a sample", where=where(), value=value, hint=hint
+                "a field template fails on a sample", where(), value, CORRECT_SAMPLE
             ) from error
 
 
+CORRECT_SAMPLE = "correct or remove this sample"
 _FIRST_ROWS = 100
 Columns = list[list[Any]]
 """The values of several fields, row by row."""
@@ -87,13 +87,9 @@ class Rows:
         """The names of all fields that occur."""
         raise NotImplementedError
 
-    def read(self, fields: Sequence[str]) -> Columns:
-        """The values of each field, row by row. A value is None when a row does not have the field."""
-        return self.read_range(fields, 0, self.num_rows)
-
     def read_range(self, fields: Sequence[str], start: int, stop: int) -> Columns:
-        """The values of each field in the rows *start* to *stop*. A subclass has this method or :meth:`read`."""
-        return [column[start:stop] for column in self.read(fields)]
+        """The values of each field in the rows *start* to *stop*: None where a row does not have the field."""
+        raise NotImplementedError
 
     def row(self, number: int) -> Row:
         """The fields of one row; None for fields that only other rows have."""
@@ -110,13 +106,19 @@ class Rows:
 
     def values(self, field: str) -> list[Any]:
         """The values of one field, row by row."""
-        [values] = self.read([field])
+        [values] = self.columns([field])
         return values
 
     def columns(self, fields: Sequence[str]) -> Columns:
         """The values of each field, row by row. Raises :class:`RecipeError` for no rows, or for an unknown field."""
         self.require(fields)
-        return self.read(fields)
+        return self.read_range(fields, 0, self.num_rows)
+
+    def unusable(
+        self, row: int, what: str, value: object, hint: str = CORRECT_SAMPLE
+    ) -> RecipeError:
+        """Make the error for a row that cannot be a sample, with its location."""
+        return RecipeError(what, where=self.place(row), value=value, hint=hint)
 
     def require(self, fields: Sequence[str]) -> None:
         """Raise :class:`RecipeError` if there are no rows, or if no row has one of *fields*."""
@@ -143,7 +145,10 @@ class Rows:
         columns = []
         for field in fields:
             if not is_template(field):
-                columns.append(self._require_texts(field, values[field]))
+                for number, value in enumerate(values[field]):
+                    if not isinstance(value, str):
+                        raise self.no_text(number, field, value)
+                columns.append(values[field])
                 continue
             template = FieldTemplate(field)
             columns.append([])
@@ -177,21 +182,12 @@ class Rows:
     def _has_messages(self) -> dict[str, bool]:
         return {}
 
-    def has_field(self, field: str) -> bool:
-        """Whether a row has this field."""
-        return field in self.fields
-
-    def _require_texts(self, field: str, values: list[Any]) -> list[str]:
-        for row, value in enumerate(values):
-            if not isinstance(value, str):
-                reason = "missing" if value is None else "not text"
-                raise RecipeError(
-                    f"field {field} of a sample is {reason}",
-                    where=self.place(row),
-                    value=value,
-                    hint="correct or remove this sample",
-                )
-        return values
+    def no_text(
+        self, row: int, field: str, value: object, expected: str = "not text"
+    ) -> RecipeError:
+        """Make the error for a *value* in a field of a row that is not what is *expected*."""
+        reason = "missing" if value is None else expected
+        return self.unusable(row, f"field {field} of a sample is {reason}", value)
 
 
 class ColumnRows(Rows):

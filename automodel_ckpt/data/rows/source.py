@@ -24,6 +24,7 @@ from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.base.hub_access import check_access, explained, is_hub_name
 from automodel_ckpt.data.rows.files import (
     LOADERS,
+    NO_STREAM,
     UNREADABLE,
     digest,
     files_of,
@@ -121,7 +122,7 @@ class Source(Rows):
                 "data files that contain relative paths are in several directories",
                 where="dataset.path",
                 value=", ".join(map(str, folders[:3])),
-                hint="move them into one directory",
+                hint="",
             )
         return folders[0]
 
@@ -151,7 +152,7 @@ class Source(Rows):
                 "a stream cannot read part of a split",
                 where="dataset.split",
                 value=self.split,
-                hint="use a whole split, or set dataset.streaming false",
+                hint=NO_STREAM,
             )
         if self._record_files is not None:
             [files] = self._files_of_splits.values()
@@ -287,10 +288,10 @@ class Source(Rows):
             return {"path": str(path), "name": self.name, "revision": self.revision}
         if self.revision is not None:
             raise RecipeError(
-                "local data has no revision",
+                "only data sets of the Hub have revisions",
                 where="dataset.revision",
                 value=self.revision,
-                hint="remove dataset.revision: only data sets of the Hub have revisions",
+                hint="",
             )
         # datasets would leave out a subdirectory that cannot be read.
         self._in_directory()
@@ -318,7 +319,7 @@ class Source(Rows):
                 "a directory of the data set cannot be read",
                 where="dataset.path",
                 value=f"{error.filename} ({error.strerror})",
-                hint="make it readable, or list the files to train on in dataset.path",
+                hint="",
             ) from error
         files = [path for path in sorted(files) if path.is_file()]
         return [file for file in files if kind_of(file) in LOADERS and not is_about_data(file)]

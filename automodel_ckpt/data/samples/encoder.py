@@ -181,21 +181,27 @@ class Continuations:
         return found
 
 
+def ends_of(tokenizer: PreTrainedTokenizerBase, *ids: int | None) -> Ids:
+    """Return the *ids* of end tokens that the tokenizer has. Raises :class:`RecipeError` if it has none."""
+    known = [int(each) for each in ids if each is not None]
+    if not known:
+        raise RecipeError(
+            "the tokenizer has no end-of-sequence token",
+            where="tokenizer",
+            value=tokenizer.name_or_path,
+            hint="use a tokenizer with an eos_token, or set one",
+        )
+    return known
+
+
 class Encoder:
     """Tokenizes documents and pairs of texts, with the start and end tokens that the tokenizer's model expects."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         tokenizer = require_tokenizer(tokenizer)
-        if tokenizer.eos_token_id is None:
-            raise RecipeError(
-                "the tokenizer has no end-of-sequence token",
-                where="tokenizer",
-                value=tokenizer.name_or_path,
-                hint="use a tokenizer with an eos_token, or set one",
-            )
         self.tokenizer = tokenizer
         self._continuations = Continuations(tokenizer)
-        self.end = [int(tokenizer.eos_token_id)]
+        self.end = ends_of(tokenizer, tokenizer.eos_token_id)
         self.begin: Ids = []
         # Many tokenizers have a start token that their model was not trained with: only one that they add is used.
         begin = tokenizer.bos_token_id

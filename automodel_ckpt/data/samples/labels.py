@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from automodel_ckpt.data.collate import State
+from automodel_ckpt.data.collate import OTHER_RUN, State
 from automodel_ckpt.data.conversations.messages import UnusableSample
 from automodel_ckpt.errors import RecipeError
 
@@ -47,8 +47,7 @@ class Labels:
                 "the checkpoint was trained with other labels",
                 where="classification",
                 value=f"{self}; the checkpoint has {saved}",
-                hint="set the labels of the checkpoint in the same order, or start another run "
-                "(checkpoint.checkpoint_dir) with init_from",
+                hint=OTHER_RUN,
             )
 
     def __str__(self) -> str:
@@ -69,53 +68,14 @@ class Labels:
         """
         if self.problem == "single_label":
             return [float(self.index(value, indices=indices))]
-        if self.problem == "multi_label":
-            return self._several(value, indices=indices)
-        return self._numbers(value)
-
-    def index(self, value: Any, *, indices: bool = False) -> int:
-        """The index of a label that is given by its name or index. Raises :class:`UnusableSample` for others."""
-        if indices and isinstance(value, bool):
-            value = int(value)
-        number = whole_number(value)
-        named = None if indices and number is not None else self.named(value)
-        if named is not None:
-            return named
-        has_numbers_as_names = any(name.isdecimal() for name in self.names)
-        may_be_index = indices or not has_numbers_as_names
-        if number is not None and may_be_index and 0 <= number < len(self.names):
-            return number
-        raise UnusableSample(
-            "a label is not one of classification.labels",
-            value,
-            f"the labels are {self.listed()}, with indices from 0 to {len(self.names) - 1}; correct this sample, add "
-            f"its label, or set {_KEY}: indices for numbers (false is 0)",
-        )
-
-    def named(self, value: Any) -> int | None:
-        """The index of the label that has *value* as its name: also 1.0 for 1, and booleans for yes or False."""
-        number = whole_number(value)
-        for spelling in [value, number]:
-            if spelling is not None and str(spelling) in self.names:
-                return self.names.index(str(spelling))
-        word = str(value).casefold()
-        if word in ("true", "false"):
-            for index, name in enumerate(self.names):
-                if BOOLEANS.get(name.casefold()) == BOOLEANS[word]:
-                    return index
-        return None
-
-    def describe(self, targets: Sequence[float]) -> str:
-        """The label in words that :meth:`targets` converted to numbers."""
-        if self.problem == "single_label":
-            return self.names[int(targets[0])]
-        if self.problem == "multi_label":
-            chosen = [name for name, one in zip(self.names, targets, strict=True) if one]
-            return ", ".join(chosen) or "none"
-        return ", ".join(f"{number:g}" for number in targets)
-
-    def _several(self, value: Any, *, indices: bool) -> list[float]:
         values = list_of(value)
+        if self.problem == "regression":
+            numbers = [finite_number(each) for each in values or [value]]
+            known = [number for number in numbers if number is not None]
+            if not len(known) == len(numbers) == len(self.names):
+                what = "the label of a sample is not what a regression predicts"
+                raise UnusableSample(what, value, f"give {len(self.names)} numbers")
+            return known
         if values is None:
             raise UnusableSample(
                 "the labels of a sample are not a list",
@@ -131,17 +91,44 @@ class Labels:
             )
         return [float(index in chosen) for index in range(len(self.names))]
 
-    def _numbers(self, value: Any) -> list[float]:
-        values = list_of(value) or [value]
-        numbers = [finite_number(each) for each in values]
-        if None in numbers or len(numbers) != len(self.names):
-            expected = "a number"
-            if len(self.names) > 1:
-                expected = f"a list of {len(self.names)} numbers (classification.num_labels)"
-            raise UnusableSample(
-                "the label of a sample is not what a regression predicts", value, f"give {expected}"
-            )
-        return [number for number in numbers if number is not None]
+    def index(self, value: Any, *, indices: bool = False) -> int:
+        """The index of a label that is given by its name or index. Raises :class:`UnusableSample` for others."""
+        if indices and isinstance(value, bool):
+            value = int(value)
+        number = whole_number(value)
+        named = None if indices and number is not None else self.named(value)
+        if named is not None:
+            return named
+        may_be_index = indices or not any(name.isdecimal() for name in self.names)
+        if number is not None and may_be_index and 0 <= number < len(self.names):
+            return number
+        raise UnusableSample(
+            "a label is not one of classification.labels",
+            value,
+            f"the labels are {self.listed()}, with indices from 0 to {len(self.names) - 1}; correct this sample, add "
+            f"its label, or set {_KEY}: indices for numbers (false is 0)",
+        )
+
+    def named(self, value: Any) -> int | None:
+        """The index of the label that has *value* as its name: also 1.0 for 1, and booleans for yes or False."""
+        number = whole_number(value)
+        for spelling in [value] if number is None else [value, number]:
+            if str(spelling) in self.names:
+                return self.names.index(str(spelling))
+        word = str(value).casefold()
+        meanings = [BOOLEANS.get(name.casefold()) for name in self.names]
+        if word in ("true", "false") and BOOLEANS[word] in meanings:
+            return meanings.index(BOOLEANS[word])
+        return None
+
+    def describe(self, targets: Sequence[float]) -> str:
+        """The label in words that :meth:`targets` converted to numbers."""
+        if self.problem == "single_label":
+            return self.names[int(targets[0])]
+        if self.problem == "multi_label":
+            chosen = [name for name, one in zip(self.names, targets, strict=True) if one]
+            return ", ".join(chosen) or "none"
+        return ", ".join(f"{number:g}" for number in targets)
 
     def listed(self) -> str:
         """The names for messages, at most ten."""
@@ -214,21 +201,21 @@ def reading_of(
                 "only a text with several labels has a 0 or 1 for each label",
                 where=_KEY,
                 value=f"one_hot, and classification.problem is {labels.problem}",
-                hint="remove it, or set classification.problem: multi_label",
+                hint="",
             )
         return one_hot
     if how == "indices":
         return partial(labels.targets, indices=True)
     is_unnamed = list(labels.names) == [f"LABEL_{n}" for n in range(len(labels.names))]
-    if classes is not None and (not is_unnamed or _is_regression(labels)):
-        are_indices = list(classes) == [str(n) for n in range(len(classes))]
-        if not are_indices:
-            return partial(_of_classes, labels, classes)
+    has_classes = classes is not None and list(classes) != [str(n) for n in range(len(classes))]
+    if classes is not None and has_classes and (not is_unnamed or labels.problem == "regression"):
+        return partial(_of_classes, labels, classes)
     if labels.problem == "multi_label":
         named, flags = _read_all(labels.targets, values), _read_all(one_hot, values)
         if flags is not None and named is None:
             return one_hot
-        if flags is not None and named is not None and flags != named:
+        if flags is not None and flags != named:
+            assert named is not None
             row = next(n for n, targets in enumerate(named) if targets != flags[n])
             raise RecipeError(
                 "the lists of labels can be read in two ways",
@@ -237,13 +224,9 @@ def reading_of(
                 f"{labels.describe(flags[row])}",
                 hint=f"set {_KEY}: indices or one_hot, or give names",
             )
-    if not _is_regression(labels):
+    if labels.problem != "regression":
         _require_one_meaning(labels, values, field)
     return labels.targets
-
-
-def _is_regression(labels: Labels) -> bool:
-    return labels.problem == "regression"
 
 
 def _one_hot(labels: Labels, value: Any) -> list[float]:
@@ -260,23 +243,23 @@ def _one_hot(labels: Labels, value: Any) -> list[float]:
 
 def _of_classes(labels: Labels, classes: Sequence[str], value: Any) -> list[float]:
     """Convert numbers that stand for names: the order of the names can differ from the order of the labels."""
-    values = list_of(value)
-    named = []
-    for each in [value] if values is None else values:
+
+    def name_of(each: Any) -> Any:
         number = whole_number(each)
         if number is None or not 0 <= number < len(classes):
-            named.append(each)
-            continue
+            return each
         name = classes[number]
-        if name not in labels.names and not _is_regression(labels):
+        if name not in labels.names and labels.problem != "regression":
             raise UnusableSample(
                 "a class of the data is not one of classification.labels",
                 f"{number}, which the data names {name!r}",
                 f"the data has {', '.join(classes[:10])}, and the labels are {labels.listed()}: use the names of the "
                 f"data in any order, or set {_KEY}: indices if both have the same order",
             )
-        named.append(name)
-    return labels.targets(named[0] if values is None else named)
+        return name
+
+    values = list_of(value)
+    return labels.targets(name_of(value) if values is None else [name_of(each) for each in values])
 
 
 def _read_all(read: Reading, values: Sequence[Any]) -> list[list[float]] | None:
@@ -296,23 +279,21 @@ def _require_one_meaning(labels: Labels, values: Sequence[Any], field: str) -> N
     if len(meanings) == 2 and field in labels.names:
         # The field says whether a text has the label.
         meanings = [int(name == field) for name in labels.names]
-    if None in meanings or meanings == list(range(len(meanings))):
+    if None in meanings:
         return
     numbers = set()
     for value in values:
         for each in list_of(value) or [value]:
-            if labels.named(each) is None:
+            if labels.named(each) is None and whole_number(each) is not None:
                 numbers.add(whole_number(each))
-    numbers.discard(None)
-    if not numbers or not numbers <= set(meanings):
+    differing = [number for number in numbers & set(meanings) if meanings.index(number) != number]
+    if not differing or not numbers <= set(meanings):
         return
-    number = next((n for n in numbers if meanings.index(n) != n), None)
-    if number is None:
-        return
+    label = labels.names[meanings.index(differing[0])]
     raise RecipeError(
         "the numbers of labels can be read in two ways",
         where=f"{_KEY}, {field}",
-        value=f"{number}: as an index, and by its name the label {labels.names[meanings.index(number)]}",
+        value=f"{differing[0]}: as an index, and by its name the label {label}",
         hint=f"set {_KEY}: indices for indices; otherwise write the names into the data, or list the numbers as "
         f"classification.labels: {[str(n) for n in meanings]}",
     )

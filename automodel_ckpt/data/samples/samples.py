@@ -9,7 +9,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,7 +36,7 @@ from automodel_ckpt.data.rows.preparation import Encode, prepare
 from automodel_ckpt.data.rows.rows import ColumnRows, Rows
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, Truncation, report_counts
-from automodel_ckpt.errors import RecipeError, os_problem
+from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
@@ -141,10 +141,8 @@ class RowStream(IterableDataset[Row]):
     def report(self) -> None:
         """Log how many samples were truncated or have an empty completion since the last call."""
         what = f"{self.source.path}, as far as this rank read it"
-        policy = self.policy
-        limit = f"seq_length {policy.seq_length}"
-        report_counts(what, policy.counts, policy.num_seen, policy.notes, limit)
-        self.policy = policy.anew()
+        report_counts(what, self.policy.counts, f"seq_length {self.policy.seq_length}")
+        self.policy = replace(self.policy)
 
     def state_dict(self) -> State:
         return dict(self._state)
@@ -157,7 +155,7 @@ class RowStream(IterableDataset[Row]):
 TextDataset = TokenizedDataset | RowStream
 """Samples that are prepared, or streamed."""
 
-_FORMAT = 11
+_FORMAT = 12
 """Part of the cache's keys. Increase it when the samples of the same data change."""
 
 
@@ -236,10 +234,10 @@ def samples_of_rows(
         with TemporaryDirectory() as scratch:
             build(Path(scratch))
             # Mapped files keep their content after their removal.
-            dataset = kind.load(Path(scratch))
+            dataset = kind(Path(scratch))
     else:
         cache_key = (_FORMAT, *whole_key, digest, tokenizers.__version__)
-        dataset = kind.load(cached(str(key[0]), cache_key, build))
+        dataset = kind(cached(str(key[0]), cache_key, build))
     dataset = dataset.reported(rows.path, policy.seq_length, max_samples)
     dataset.template = template
     dataset.limit = policy.limit
@@ -289,9 +287,7 @@ def cached(name: str, key: Key, build: Callable[[Path], None]) -> Path:
                 _build(final, build)
     except OSError as error:
         hint = "set the environment variable AUTOMODEL_CKPT_CACHE to a writable directory with enough free space"
-        raise RecipeError.all_of(
-            [os_problem(error, "prepared data cannot be stored", hint=hint)]
-        ) from error
+        raise RecipeError.of_system(error, "prepared data cannot be stored", hint=hint) from error
     return final
 
 

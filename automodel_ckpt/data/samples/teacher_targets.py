@@ -29,17 +29,17 @@ import torch
 
 from automodel_ckpt.base.durable_io import fsync_directory, fsync_file, replace_file
 from automodel_ckpt.data.batches.micro_batches import read_sample
-from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Item, State, Tensors
-from automodel_ckpt.data.samples.tokenized import ArrayFile, SampleArrays
+from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Item, Tensors
+from automodel_ckpt.data.samples.tokenized import SampleArrays, mapped_array
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger("automodel_ckpt")
 
 MANIFEST = "manifest.json"
-_FORMAT = 2
+_FORMAT = 3
 _LOCK = "lock"
-_ARRAYS = {"tokens": "<i4", "log_probs": "<f4", "rest": "<f4", "ends": "<i8", "checksums": "<i8"}
-"""The arrays of a part -> their types."""
+_ARRAYS = {"tokens": "<i4", "log_probs": "<f4", "rest": "<f4", "counts": "<i8", "checksums": "<i8"}
+"""The files of a part -> the types of their numbers. The last two have one for each sample."""
 _LARGEST_MANIFEST = 2**24
 """Bytes. A manifest has a few hundred bytes for each rank that wrote a part."""
 TOKENS, LOG_PROBS, REST = "teacher_tokens", "teacher_log_probs", "teacher_rest"
@@ -106,27 +106,28 @@ class PartWriter:
         """*number* is the part's number: the samples of a part follow the samples of the part before."""
         self._directory = directory / f"{number:05d}"
         self._directory.mkdir()
-        self._files: dict[str, ArrayFile] = {}
-        for name, dtype in _ARRAYS.items():
-            self._files[name] = ArrayFile(self._directory / f"{name}.npy", dtype)
+        self._files = [(self._directory / name).open("wb") for name in _ARRAYS]
+        self._num_samples = self._top_k = 0
 
     def add(self, targets: SampleTargets) -> None:
         """Append the *targets* of the next sample."""
-        for name in ("tokens", "log_probs", "rest"):
-            self._files[name].append(getattr(targets, name))
-        self._files["ends"].append(np.array([self._files["rest"].size]))
-        self._files["checksums"].append(np.array([targets.checksum]))
+        self._num_samples += 1
+        _, self._top_k = targets.tokens.shape
+        tokens, log_probs, rest, found = targets
+        values = (tokens, log_probs, rest, len(rest), found)
+        for file, dtype, value in zip(self._files, _ARRAYS.values(), values, strict=True):
+            file.write(np.asarray(value, dtype).tobytes())
 
     def close(self) -> dict[str, Any]:
         """Flush the files to disk, and return the entry of this part for the manifest."""
         entries = {}
-        for name, file in self._files.items():
-            with file:
-                path = self._directory / f"{name}.npy"
-            fsync_file(path)
-            entries[f"{self._directory.name}/{path.name}"] = {"blake2b": _digest_of(path)}
+        for name, file in zip(_ARRAYS, self._files, strict=True):
+            file.close()
+            fsync_file(self._directory / name)
+            digest = _digest_of(self._directory / name)
+            entries[f"{self._directory.name}/{name}"] = {"blake2b": digest}
         fsync_directory(self._directory)
-        return {"samples": self._files["ends"].size, "files": entries}
+        return {"samples": self._num_samples, "top_k": self._top_k, "files": entries}
 
 
 def _digest_of(path: Path) -> str:
@@ -208,10 +209,6 @@ class TargetCache:
             log.warning("the cache of the teacher's logits is damaged: %s: %s", directory, error)
             return None
 
-    def __getstate__(self) -> State:
-        # Worker processes map the files themselves.
-        return {**self.__dict__, "_opened": {}}
-
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
@@ -233,7 +230,8 @@ class TargetCache:
         """The targets of sample *index*, as arrays in mapped files."""
         number = bisect_right(self._ends, index)
         if number not in self._opened:
-            self._opened[number] = _Part.load(self.directory / f"{number:05d}")
+            directory = self.directory / f"{number:05d}"
+            self._opened[number] = _Part(directory, self.parts[number]["top_k"])
         start = self._ends[number] - self.parts[number]["samples"]
         return self._opened[number].of(index - start)
 
@@ -241,15 +239,16 @@ class TargetCache:
 class _Part(SampleArrays):
     """The mapped files of one part."""
 
-    array_names = tuple(_ARRAYS)
-
-    def __init__(self, *arrays: npt.NDArray[Any]) -> None:
-        *self._targets, self.ends, self._checksums = arrays
+    def __init__(self, directory: Path, top_k: int) -> None:
+        arrays = (mapped_array(directory / name, dtype) for name, dtype in _ARRAYS.items())
+        tokens, log_probs, self._rest, counts, self._checksums = arrays
+        self._tokens, self._log_probs = (each.reshape(-1, top_k) for each in (tokens, log_probs))
+        self.ends = np.cumsum(counts)
 
     def of(self, index: int) -> SampleTargets:
         span = self.span(index)
-        tokens, log_probs, rest = (array[span] for array in self._targets)
-        return SampleTargets(tokens, log_probs, rest, int(self._checksums[index]))
+        top = self._tokens[span], self._log_probs[span], self._rest[span]
+        return SampleTargets(*top, int(self._checksums[index]))
 
 
 # ---------------------------------------------------------------- samples

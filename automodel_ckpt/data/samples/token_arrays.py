@@ -23,10 +23,10 @@ import stat
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,45 +37,39 @@ from automodel_ckpt.data.collate import (
     at_most,
     require_index,
 )
-from automodel_ckpt.errors import RecipeError, os_problem
+from automodel_ckpt.errors import RecipeError
 
 _DIGESTED_BYTES = 1 << 16
 _SCANNED_TOKENS = 1 << 22
 
 
-@dataclass
+@dataclass(frozen=True)
 class TokenArray:
-    """The *count* tokens of type *dtype* at byte *offset* of a file. The file is mapped when a token is first read."""
+    """The *tokens* at byte *offset* of a file, memory-mapped: a plain array, which is sliced faster than a memmap."""
 
     path: Path
-    dtype: np.dtype[Any]
     offset: int
-    count: int
-    _mapped: npt.NDArray[Any] | None = field(default=None, init=False, repr=False)
+    tokens: npt.NDArray[Any]
 
-    @property
-    def tokens(self) -> npt.NDArray[Any]:
-        """The tokens, shape [count], memory-mapped."""
-        if self.count == 0:
-            return np.empty(0, self.dtype)
-        if self._mapped is None:
-            shape = (self.count,)
-            mapped = np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=shape)
-            # A plain array over the mapping: numpy's memmap class takes ten times as long to slice.
-            self._mapped = np.asarray(mapped)
-        return self._mapped
+    @classmethod
+    def of(cls, path: Path, dtype: npt.DTypeLike, offset: int, count: int) -> Self:
+        """Map *count* tokens of type *dtype*."""
+        tokens = np.empty(0, dtype)
+        # A mapping cannot be empty.
+        if count:
+            tokens = np.asarray(np.memmap(path, dtype, "r", offset, (count,)))
+        return cls(path, offset, tokens)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker process maps the file itself; otherwise the array would be copied to it.
-        return self.__dict__ | {"_mapped": None}
+    def __len__(self) -> int:
+        return len(self.tokens)
 
     def positions_of(self, token: int) -> Integers:
         """The positions of *token*, ascending. Reads the whole file once."""
-        found = []
-        for start in range(0, self.count, _SCANNED_TOKENS):
+        found = [np.empty(0, np.int64)]
+        for start in range(0, len(self), _SCANNED_TOKENS):
             block = self.tokens[start : start + _SCANNED_TOKENS]
             found.append(np.flatnonzero(block == token) + start)
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        return np.concatenate(found)
 
 
 Starts = range | Integers
@@ -121,7 +115,7 @@ class TokenSpans:
         if is_invalid.any():
             first = int(is_invalid.argmax())
             position = start + first
-            byte = array.offset + position * array.dtype.itemsize
+            byte = array.offset + position * array.tokens.itemsize
             raise RecipeError(
                 "a token is outside of the vocabulary",
                 where=f"{array.path}, token {position} (byte {byte})",
@@ -145,17 +139,19 @@ def windows_of(
     """
     starts: list[Starts] = []
     for array in arrays:
+        end = max(len(array) - seq_length + 1, 0)
         if start_token is None:
-            starts.append(range(0, max(array.count - seq_length + 1, 0), seq_length - 1))
+            starts.append(range(0, end, seq_length - 1))
             continue
         positions = array.positions_of(start_token)
-        positions = positions[positions <= array.count - seq_length]
         chosen: list[int] = []
-        found = 0
-        while found < len(positions):
+        # Windows do not overlap, except for one token.
+        next_start = 0
+        while (found := int(np.searchsorted(positions, next_start))) < len(positions):
+            if positions[found] >= end:
+                break
             chosen.append(int(positions[found]))
-            # Windows do not overlap, except for one token.
-            found = int(np.searchsorted(positions, chosen[-1] + seq_length - 1))
+            next_start = chosen[-1] + seq_length - 1
         starts.append(np.array(chosen, np.int64))
     # A view of one number: there may be billions of windows.
     num_samples = at_most(max_samples, sum(map(len, starts)))
@@ -178,8 +174,8 @@ def documents_of(
     # Without an array, np.concatenate() needs an empty one.
     lengths = [np.empty(0, np.int64)]
     for array, array_starts in zip(arrays, starts, strict=True):
-        first = np.unique(np.concatenate(([0], array_starts[array_starts < array.count])))
-        length = np.diff(first, append=array.count)
+        first = np.unique(np.concatenate(([0], array_starts[array_starts < len(array)])))
+        length = np.diff(first, append=len(array))
         is_document = length >= 2
         firsts.append(first[is_document])
         lengths.append(length[is_document])
@@ -191,7 +187,9 @@ def identity_of(arrays: Sequence[TokenArray], *settings: object) -> str:
     """Return a digest of the files' names, sizes, first and last bytes: reading them whole could take hours."""
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=12)
     for array in arrays:
-        digest.update(f"{array.path.name} {array.dtype} {array.offset} {array.count}".encode())
+        digest.update(
+            f"{array.path.name} {array.tokens.dtype} {array.offset} {len(array)}".encode()
+        )
         with open(array.path, "rb") as file:
             digest.update(file.read(_DIGESTED_BYTES))
             file_size = os.fstat(file.fileno()).st_size
@@ -206,9 +204,7 @@ def file_size(path: Path) -> int:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise RecipeError.all_of(
-            [os_problem(error, "a file of tokens cannot be read", hint=hint)]
-        ) from error
+        raise RecipeError.of_system(error, "a file of tokens cannot be read", hint=hint) from error
     if not stat.S_ISREG(status.st_mode):
         raise RecipeError(
             "a file of tokens is not a regular file", where=str(path), value="", hint=hint
@@ -256,7 +252,7 @@ def read_header(path: Path) -> TokenArray:
             f"{size} bytes, header of version {version} with {count} tokens of {num_bytes} bytes",
             "copy or download the file again; only version 1 with tokens of 2 or 4 bytes is supported",
         )
-    return TokenArray(path, np.dtype(_TYPES[num_bytes]), _HEADER_BYTES, count)
+    return TokenArray.of(path, _TYPES[num_bytes], _HEADER_BYTES, count)
 
 
 def raw_tokens(path: Path, num_bytes: int) -> TokenArray:
@@ -272,7 +268,7 @@ def raw_tokens(path: Path, num_bytes: int) -> TokenArray:
             f"{size} bytes, {num_bytes} per token",
             "copy the file again, or set dataset.dtype",
         )
-    return TokenArray(path, np.dtype(_TYPES[num_bytes]), 0, size // num_bytes)
+    return TokenArray.of(path, _TYPES[num_bytes], 0, size // num_bytes)
 
 
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -285,13 +281,16 @@ _CHECKED = 1 << 20
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """A validated index: *documents* are the document indices, *lengths* the sequence lengths, memory-mapped."""
+    """A validated index: *documents* are the document indices, and *offsets* the bytes at which sequences begin.
+
+    Both are memory-mapped. The sequences have *num_bytes* together.
+    """
 
     path: Path
     dtype: np.dtype[Any]
-    lengths: npt.NDArray[np.int32]
-    pointers: Integers
+    offsets: Integers
     documents: Integers
+    num_bytes: int
 
     @property
     def num_documents(self) -> int:
@@ -299,27 +298,23 @@ class MegatronIndex:
 
     def tokens(self, first: int, last: int) -> TokenArray:
         """Return the tokens of the documents *first* to *last* - 1, which are adjacent in the file."""
-        start = self._offset(int(self.documents[first]))
-        end = self._offset(int(self.documents[last]))
+        start, end = self._offset(first), self._offset(last)
         count = (end - start) // self.dtype.itemsize
-        return TokenArray(self.path.with_suffix(".bin"), self.dtype, start, count)
+        return TokenArray.of(self.path.with_suffix(".bin"), self.dtype, start, count)
 
     def document_starts(self, first: int, last: int) -> Integers:
         """Return the first token of each of the documents *first* to *last* - 1, counted from the first of them."""
         sequences = np.asarray(self.documents[first:last])
         # Empty documents at the end begin after the last sequence, and have no token.
-        sequences = sequences[sequences < len(self.pointers)]
-        first_sequence = int(self.documents[first])
-        offsets = self.pointers[sequences] - self._offset(first_sequence)
+        sequences = sequences[sequences < len(self.offsets)]
+        offsets = self.offsets[sequences] - self._offset(first)
         return np.asarray(offsets // self.dtype.itemsize, np.int64)
 
-    def _offset(self, sequence: int) -> int:
-        """The first byte of a sequence; for the number of sequences, the end of the file."""
-        if sequence < len(self.pointers):
-            return int(self.pointers[sequence])
-        if sequence == 0:
-            return 0
-        return int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+    def _offset(self, document: int) -> int:
+        """The first byte of a document; for the number of documents, the end of the file."""
+        sequence = self.documents[document]
+        is_end = sequence == len(self.offsets)
+        return self.num_bytes if is_end else int(self.offsets[sequence])
 
 
 def read_index(prefix: Path) -> MegatronIndex:
@@ -347,41 +342,40 @@ def read_index(prefix: Path) -> MegatronIndex:
     columns = []
     offset = _MEGATRON_HEADER_BYTES
     for kind, count in (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_indices)):
-        columns.append(TokenArray(path, np.dtype(kind), offset, count).tokens)
+        columns.append(TokenArray.of(path, kind, offset, count).tokens)
         offset += columns[-1].nbytes
-    index = MegatronIndex(path, np.dtype(_MEGATRON_TYPES[code]), *columns)
-    _check_sequences(index)
-    _check_documents(index)
-    return index
+    lengths, offsets, documents = columns
+    dtype = np.dtype(_MEGATRON_TYPES[code])
+    num_bytes = _checked_bytes(path, lengths, offsets, dtype.itemsize)
+    is_ordered = bool((documents[:-1] <= documents[1:]).all())
+    if not is_ordered or documents[0] != 0 or documents[-1] != num_sequences:
+        value = f"from {documents[0]} to {documents[-1]}, {num_sequences} sequences"
+        what = "the document indices do not cover the sequences in order"
+        raise damaged_tokens(path, what, value)
+    return MegatronIndex(path, dtype, offsets, documents, num_bytes)
 
 
-def _check_sequences(index: MegatronIndex) -> None:
-    """Raise :class:`RecipeError` unless the sequences fill ``.bin`` in order, without gaps or overlaps."""
+def _checked_bytes(
+    index_path: Path, lengths: npt.NDArray[Any], offsets: Integers, token_bytes: int
+) -> int:
+    """The size of ``.bin``. Raises :class:`RecipeError` unless the sequences fill it in order, without gaps."""
     expected = 0
     # In blocks: an index may have hundreds of millions of sequences.
-    for start in range(0, len(index.lengths), _CHECKED):
-        lengths = index.lengths[start : start + _CHECKED].astype(np.int64)
-        ends = expected + np.cumsum(lengths) * index.dtype.itemsize
+    for start in range(0, len(lengths), _CHECKED):
+        block = lengths[start : start + _CHECKED].astype(np.int64)
+        ends = expected + np.cumsum(block) * token_bytes
         starts = np.concatenate(([expected], ends[:-1]))
-        pointers = index.pointers[start : start + _CHECKED]
-        wrong = np.flatnonzero((lengths < 0) | (pointers != starts))
+        found = offsets[start : start + _CHECKED]
+        wrong = np.flatnonzero((block < 0) | (found != starts))
         if len(wrong):
             first = int(wrong[0])
-            value = f"sequence {start + first}: {lengths[first]} tokens at byte {pointers[first]}, not {starts[first]}"
+            value = f"sequence {start + first}: {block[first]} tokens at byte {found[first]}, not {starts[first]}"
             what = "sequences overlap or have gaps, or a negative length"
-            raise damaged_tokens(index.path, what, value)
+            raise damaged_tokens(index_path, what, value)
         expected = int(ends[-1])
-    path = index.path.with_suffix(".bin")
+    path = index_path.with_suffix(".bin")
     size = file_size(path)
     if size != expected:
         value = f"{size} bytes, but its index has {expected}"
         raise damaged_tokens(path, "the file of tokens does not fit its index", value)
-
-
-def _check_documents(index: MegatronIndex) -> None:
-    documents = index.documents
-    is_ordered = bool((documents[:-1] <= documents[1:]).all())
-    if not is_ordered or documents[0] != 0 or documents[-1] != len(index.lengths):
-        value = f"from {documents[0]} to {documents[-1]}, {len(index.lengths)} sequences"
-        what = "the document indices do not cover the sequences in order"
-        raise damaged_tokens(index.path, what, value)
+    return size

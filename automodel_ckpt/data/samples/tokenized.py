@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -10,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -34,24 +34,9 @@ log = logging.getLogger(__name__)
 
 
 class SampleArrays:
-    """Samples that are concatenated: sample i has the elements ``ends[i - 1]`` to ``ends[i]`` of the long arrays.
+    """Samples that are concatenated: sample i has the elements ``ends[i - 1]`` to ``ends[i]`` of the long arrays."""
 
-    A subclass names its attributes with arrays in :attr:`array_names`, in the order of the arguments of its class.
-    """
-
-    array_names: ClassVar[Sequence[str]]
     ends: Integers
-
-    @classmethod
-    def load(cls, directory: Path) -> Self:
-        """Load the samples in a directory; the arrays are memory-mapped."""
-        arrays: list[npt.NDArray[Any]] = []
-        for name in cls.array_names:
-            # np.load rejects pickled objects by default: a cache that others can write must not run code.
-            mapped = np.load(directory / f"{name}.npy", mmap_mode="r")
-            # A plain array over the mapping: numpy's memmap class takes ten times as long to slice.
-            arrays.append(np.asarray(mapped))
-        return cls(*arrays)
 
     @property
     def lengths(self) -> Integers:
@@ -68,37 +53,12 @@ class SampleArrays:
         return slice(start, int(self.ends[index]))
 
 
-class ArrayFile:
-    """A ``.npy`` file of an array with a growing first axis."""
-
-    def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
-        self.size = 0
-        self._dtype = np.dtype(dtype)
-        self._file = path.open("wb")
-        self._shape: tuple[int, ...] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._file as file:
-            file.seek(0)
-            self._write_header()
-
-    def append(self, values: npt.NDArray[Any]) -> None:
-        """Add *values* at the end. All have the same further axes."""
-        if self._shape is None:
-            self._shape = values.shape[1:]
-            self._write_header()
-        self.size += len(values)
-        self._file.write(values.astype(self._dtype, copy=False).tobytes())
-
-    def _write_header(self) -> None:
-        # numpy reserves space for the digits of a growing axis, so the header has the same size for each length.
-        form = np.lib.format.dtype_to_descr(self._dtype)
-        shape = (self.size, *(self._shape or ()))
-        header = {"descr": form, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self._file, header)
+def mapped_array(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Map the numbers in a file into memory: a plain array, which is sliced ten times as fast as numpy's memmap."""
+    # A mapping cannot be empty.
+    if not path.stat().st_size:
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype, "r"))
 
 
 @dataclass(frozen=True)
@@ -149,8 +109,13 @@ class LengthSummary:
         return f"{self.samples_text}, {self.lengths_text}; {self.tokens_text}"
 
 
+ARRAYS: Mapping[str, npt.DTypeLike] = {"tokens": np.int32, "ends": np.int64, "labelled": np.bool_}
+"""The files of a data set without a header -> the types of their numbers."""
 NUMBERS = "numbers.npy"
-NOTES = "notes.json"
+COUNTS = "counts.json"
+SEEN, TRUNCATED, SKIPPED, EMPTY = "seen", "truncated", "skipped", "empty"
+"""The names of counts of samples: all, those that were truncated or skipped, and those with an empty completion. Other
+names are notes: what a user should know about samples, in words."""
 _NUM_NOTES = 10
 """Number of notes that are shown."""
 REPEATED_PROMPT = (
@@ -183,6 +148,8 @@ class TokenizedSample(NamedTuple):
 
 
 Samples = list[TokenizedSample]
+Counts = Counter[str]
+"""How many samples were truncated, skipped and so on, by :data:`SEEN` and the names next to it, and by notes."""
 
 
 class TokenizedDataset(SampleArrays):
@@ -192,44 +159,24 @@ class TokenizedDataset(SampleArrays):
     """
 
     draws_nothing = True
-    array_names = ("tokens", "ends", "labelled", "counts")
     group_size: ClassVar[int] = 1
     """Number of tokenized samples of a row. All samples of a row are skipped together."""
     noun: ClassVar[str] = "sample"
     """What an item is called in the log."""
     template: str | None = None
     """How conversations were rendered, in words; None for other samples."""
-    notes: Mapping[str, int] = MappingProxyType({})
-    """What a user should know about samples, in words -> number of such samples."""
     identity: str | None = None
     """A digest that changes with the samples. None when unknown."""
     limit: int | None = None
     """The maximum tokens of a sample; None: there is none."""
 
-    def __init__(
-        self,
-        tokens: npt.NDArray[np.int32],
-        ends: Integers,
-        labelled: npt.NDArray[np.bool_],
-        counts: Integers,
-        numbers: npt.NDArray[np.float64] | None = None,
-    ) -> None:
-        """*numbers* are the numbers of the samples; None: no sample has one."""
-        self.tokens = tokens
-        self.ends = ends
-        self.labelled = labelled
-        self.counts = counts
-        self.numbers = numbers
-
-    @classmethod
-    def load(cls, directory: Path) -> Self:
-        """Load a data set that :mod:`~automodel_ckpt.data.rows.preparation` wrote; its arrays are memory-mapped."""
-        dataset = super().load(directory)
-        if (directory / NUMBERS).exists():
-            dataset.numbers = np.load(directory / NUMBERS)
-        if (directory / NOTES).exists():
-            dataset.notes = json.loads((directory / NOTES).read_text("utf-8"))
-        return dataset
+    def __init__(self, directory: Path) -> None:
+        """Load what :mod:`~automodel_ckpt.data.rows.preparation` wrote; the arrays are memory-mapped."""
+        arrays = (mapped_array(directory / name, dtype) for name, dtype in ARRAYS.items())
+        self.tokens, self.ends, self.labelled = arrays
+        # np.load rejects pickled objects by default: a cache that others can write must not run code.
+        self.numbers = np.load(directory / NUMBERS)
+        self.counts = Counter[str](json.loads((directory / COUNTS).read_text("utf-8")))
 
     @property
     def summary(self) -> LengthSummary:
@@ -249,8 +196,7 @@ class TokenizedDataset(SampleArrays):
         require_index(index, len(self))
         first = index * self.group_size
         samples = [self.sample(first + offset) for offset in range(self.group_size)]
-        number = math.nan if self.numbers is None else float(self.numbers[first])
-        return self.item(samples, number, self.limit)
+        return self.item(samples, self.numbers[first], self.limit)
 
     def sample(self, index: int) -> Sample:
         """Return a tokenized sample. Raises IndexError if there is none with this index."""
@@ -266,20 +212,17 @@ class TokenizedDataset(SampleArrays):
         data in the log. Raises :class:`RecipeError` if all samples were skipped.
         """
         limit = self.limit_text(seq_length)
-        num_skipped = int(self.counts[1])
-        report_counts(what, self.counts, len(self) + num_skipped, self.notes, limit, self.noun)
-        if num_skipped and not len(self):
+        report_counts(what, self.counts, limit, self.noun)
+        if self.counts[SKIPPED] and not len(self):
             raise RecipeError(
                 "all samples of the data were skipped",
                 where=what,
-                value=f"{counted(num_skipped, self.noun)}; {limit}",
+                value=f"{counted(self.counts[SKIPPED], self.noun)}; {limit}",
                 hint="the warning above has the reason: raise seq_length, or give the samples something to learn",
             )
-        num_samples = at_most(max_samples, len(self)) * self.group_size
         # It shares the arrays.
-        ends = self.ends[:num_samples]
-        dataset = type(self)(self.tokens, ends, self.labelled, self.counts, self.numbers)
-        dataset.notes = self.notes
+        dataset = copy.copy(self)
+        dataset.ends = self.ends[: at_most(max_samples, len(self)) * self.group_size]
         if self.group_size > 1:
             what = f"{what}: {counted(len(dataset), self.noun)}"
         log.info("%s: %s", what, dataset.summary)
@@ -290,46 +233,38 @@ class TokenizedDataset(SampleArrays):
         return f"seq_length {seq_length}"
 
 
-def report_counts(
-    what: str,
-    counts: Integers,
-    num_samples: int,
-    notes: Mapping[str, int],
-    limit: str,
-    noun: str = "sample",
-) -> None:
-    """Log how many of *num_samples* samples of *what* were truncated or skipped, or have an empty completion.
+def report_counts(what: str, counts: Counts, limit: str, noun: str = "sample") -> None:
+    """Log how many samples of *what* were truncated or skipped, have an empty completion, or a note.
 
-    *counts* are their numbers, *limit* the longest sample in words, and *notes* what a user should know about samples.
+    *limit* is the longest sample in words.
     """
-    cut, left_out, empty = counts
-    total = counted(num_samples, noun)
-    if empty:
+    total = counted(counts[SEEN], noun)
+    if counts[EMPTY]:
         log.warning(
             "%s: %d of %s have an empty completion: only the end token is trained on",
-            *(what, empty, total),
+            *(what, counts[EMPTY], total),
         )
-    for line in note_lines(notes, num_samples):
+    for line in note_lines(counts):
         log.warning("%s: %s", what, line)
-    if cut:
-        log.warning("%s: %d of %s truncated to %s", what, cut, total, limit)
-    if left_out:
+    if counts[TRUNCATED]:
+        log.warning("%s: %d of %s truncated to %s", what, counts[TRUNCATED], total, limit)
+    if counts[SKIPPED]:
         log.warning(
             "%s: %d of %s skipped: too long, without labels, or with two equal answers",
-            *(what, left_out, total),
+            *(what, counts[SKIPPED], total),
         )
 
 
-def note_lines(notes: Mapping[str, int], num_samples: int) -> list[str]:
-    """State how many of *num_samples* samples have each of the *notes*, the most frequent first."""
+def note_lines(counts: Counts) -> list[str]:
+    """State how many samples have each note, the most frequent first."""
     lines = []
-    for note, number in sorted(notes.items(), key=lambda item: -item[1])[:_NUM_NOTES]:
+    for note, number in counts.most_common():
         # A few answers, such as Hello, begin with their prompt by chance.
-        if note == REPEATED_PROMPT and 2 * number < num_samples:
-            continue
-        have = "has" if number == 1 else "have"
-        lines.append(f"{counted(number, 'sample')} {have} {printable(note)}")
-    return lines
+        is_chance = note == REPEATED_PROMPT and 2 * number < counts[SEEN]
+        if not is_chance and note not in (SEEN, TRUNCATED, SKIPPED, EMPTY):
+            have = "has" if number == 1 else "have"
+            lines.append(f"{counted(number, 'sample')} {have} {printable(note)}")
+    return lines[:_NUM_NOTES]
 
 
 POLICIES = ("error", "right", "skip", "history")
@@ -343,19 +278,15 @@ class Truncation:
     """The policy for samples of more than *seq_length* tokens.
 
     ``error`` rejects them, ``right`` truncates them, and ``skip`` skips them, as does ``history``, with which the
-    builder removes old messages before. Counts the truncated samples, the samples that were skipped
-    because they are too long or no label remained, the samples with an empty completion, and their *notes*.
+    builder removes old messages before. Samples without labels are skipped, too. *counts* are the numbers of samples.
     """
 
     policy: str
     seq_length: int
-    num_seen: int = field(default=0, init=False)
-    counts: Integers = field(default_factory=lambda: np.zeros(3, np.int64), init=False)
-    """The numbers of samples that were truncated, skipped, or have an empty completion."""
-    notes: Counter[str] = field(default_factory=Counter, init=False)
+    counts: Counts = field(default_factory=Counter, init=False)
 
     @classmethod
-    def of(cls, policy: str, seq_length: int | None) -> Truncation:
+    def of(cls, policy: str, seq_length: int | None) -> Self:
         """Make the policy of a builder, where *seq_length* None is no limit."""
         return cls(policy, UNLIMITED if seq_length is None else seq_length)
 
@@ -369,10 +300,6 @@ class Truncation:
         # A token and the one it predicts.
         require_range("seq_length", self.seq_length, 2)
 
-    def anew(self) -> Truncation:
-        """Return the same policy with counts of zero."""
-        return type(self)(self.policy, self.seq_length)
-
     def apply(self, samples: Sequence[TokenizedSample], where: Where) -> Samples:
         """Return the samples of a row, truncated if needed; none of them if one of them is to be skipped.
 
@@ -383,18 +310,14 @@ class Truncation:
         if not all(REPEATED_PROMPT in sample.notes for sample in samples):
             # One of two answers may begin with the prompt by chance.
             notes.discard(REPEATED_PROMPT)
-        self.notes.update(notes)
-        self.num_seen += 1
-        remaining = []
-        for sample in samples:
-            truncated = self._truncated(sample, where)
-            # The first token is never predicted.
-            if not any(truncated.labelled[1:]):
-                self.counts += (0, 1, 0)
-                return []
-            remaining.append(truncated)
-        is_cut = any(len(sample.tokens) > self.seq_length for sample in samples)
-        self.counts += (is_cut, 0, any(sample.is_empty for sample in samples))
+        remaining = [self._truncated(sample, where) for sample in samples]
+        self.counts.update([SEEN, *notes])
+        # The first token is never predicted.
+        if not all(any(sample.labelled[1:]) for sample in remaining):
+            self.counts[SKIPPED] += 1
+            return []
+        self.counts[TRUNCATED] += any(len(sample.tokens) > self.seq_length for sample in samples)
+        self.counts[EMPTY] += any(sample.is_empty for sample in samples)
         return remaining
 
     def _truncated(self, sample: TokenizedSample, where: Where) -> TokenizedSample:
@@ -436,10 +359,11 @@ class EarlierTruncation(Truncation):
     """Counts the samples that an encoder has truncated itself, and skips samples that have lost all labels."""
 
     def apply(self, samples: Sequence[TokenizedSample], where: Where) -> Samples:
-        self.num_seen += 1
+        [sample] = samples
         # A sample of texts with one token each has no labels either.
-        remaining = [sample for sample in samples if any(sample.labelled) or not sample.is_cut]
-        num_cut = sum(sample.is_cut for sample in remaining)
-        num_empty = sum(sample.is_empty for sample in remaining)
-        self.counts += (num_cut, len(samples) - len(remaining), num_empty)
-        return remaining
+        is_skipped = sample.is_cut and not any(sample.labelled)
+        self.counts[SEEN] += 1
+        self.counts[SKIPPED] += is_skipped
+        self.counts[TRUNCATED] += sample.is_cut and not is_skipped
+        self.counts[EMPTY] += sample.is_empty and not is_skipped
+        return [] if is_skipped else [sample]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
@@ -26,10 +26,15 @@ class _Pair:
 
     on_device: Tensor
     on_host: Tensor
-    versions: tuple[int, int]
     samples: _Pair | None = None
     """The numbers of the samples that were found in these position ids. Not beside them: another thread may note
     others meanwhile."""
+
+    def __post_init__(self) -> None:
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> tuple[int, int]:
+        return self.on_device._version, self.on_host._version
 
     @staticmethod
     def of(on_device: Tensor, on_host: Tensor) -> _Pair | None:
@@ -39,24 +44,25 @@ class _Pair:
             return None
         if on_device.is_cpu or not on_host.is_cpu:
             return None
-        return _Pair(on_device, on_host, (on_device._version, on_host._version))
+        return _Pair(on_device, on_host)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether *tensor* is the tensor on the device or a view of all of it, and has its values still."""
-        known = self.on_device
-        if tensor is not known:
-            bases = [each if each._base is None else each._base for each in (tensor, known)]
-            layouts = [
-                (each.dtype, each.shape, each.stride(), each.storage_offset())
-                for each in (tensor, known)
-            ]
-            if bases[0] is not bases[1] or layouts[0] != layouts[1]:
-                return False
-        return self.is_unchanged()
+        # A view of all of it has the same version.
+        return self.is_unchanged() and (
+            tensor is self.on_device or _layout(tensor) == _layout(self.on_device)
+        )
 
     def is_unchanged(self) -> bool:
         """Whether both tensors have the values that they had when they were paired."""
-        return (self.on_device._version, self.on_host._version) == self.versions
+        return self._current_versions() == self._versions
+
+
+def _layout(tensor: Tensor) -> Sequence[object]:
+    """What two views of the same values have in common."""
+    base = tensor if tensor._base is None else tensor._base
+    place = (tensor.shape, tensor.stride(), tensor.storage_offset())
+    return (id(base), tensor.dtype, *place)
 
 
 _newest: list[_Pair] = []

@@ -24,6 +24,7 @@ from automodel_ckpt.errors import AutomodelError, RecipeError
 
 log = logging.getLogger(__name__)
 
+CORRECT_FILE = "correct the value in the file, or download the model again"
 # Colors and other control sequences of terminals (ECMA-48).
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
@@ -39,7 +40,7 @@ def first_line(error: BaseException, num_lines: int = 1) -> str:
 
 @contextmanager
 def naming_files(
-    what: str, files: str, *, hint: str = "", kind: type[AutomodelError] = RecipeError
+    what: str, files: str, *, hint: str = CORRECT_FILE, kind: type[AutomodelError] = RecipeError
 ) -> Iterator[None]:
     """Raise *kind* with the text *what* for any error of a library that uses the *files* of a model.
 
@@ -51,7 +52,6 @@ def naming_files(
     except (AutomodelError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
-        hint = hint or "correct the value in the file, or download the model again"
         value = f"{type(error).__name__}: {first_line(error, 5)}"
         raise kind(what, where=files, value=value, hint=hint) from error
 
@@ -310,7 +310,7 @@ def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:
             "vocab_size tokenizer requires a tokenizer",
             where="model.vocab_size",
             value=option,
-            hint="add a tokenizer section, or set a number",
+            hint="",
         )
     return len(tokenizer)
 
@@ -345,7 +345,7 @@ def check_context(config: PreTrainedConfig, seq_length: int, where: str) -> None
             "samples may be longer than the model's context",
             where=where,
             value=f"{seq_length} tokens; the model's max_position_embeddings is {limit}",
-            hint=f"set it to {limit} or less, or use a model with a longer context",
+            hint="",
         )
 
 

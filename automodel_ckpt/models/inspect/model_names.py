@@ -10,11 +10,11 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from automodel_ckpt.checkpoint.files.type_aliases import Texts, Values
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, Strings, Texts, Values
 from automodel_ckpt.models.config_reading import decoded_floats
 from automodel_ckpt.models.hf_names import Conversion, read_conversion
 from automodel_ckpt.models.inspect.signature import model_of
-from automodel_ckpt.models.weight_matching import Names, Shape, Verdict, compare, ignored_by
+from automodel_ckpt.models.weight_matching import Names, Verdict, compare, ignored_by
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +22,7 @@ _MAX_LAYERS = 4096
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
-ListedDifferences = tuple[
-    str, tuple[str, ...], tuple[str, ...], Mapping[str, tuple[int, ...]], int | None
-]
+ListedDifferences = tuple[str, Strings, Strings, Mapping[str, Shape], int | None]
 """The name of the model's class, the stored names that no tensor of the model has, the tensors of the model that are
 not stored, the shapes of the model's parameters by the stored name (without tensors that transformers computes from
 others), and the size of the vocabulary."""

@@ -28,6 +28,7 @@ from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_model_fil
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.sources.model_files import check_directory
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.inspect.interface import CORRECT_FILE
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -165,7 +166,7 @@ def damaged_config(name: str, where: str, revision: str | None = None) -> Recipe
         "the model's config.json cannot be read",
         where=where,
         value=f"{path} ({reason})",
-        hint="copy or download the model again",
+        hint=CORRECT_FILE,
     )
 
 
@@ -373,5 +374,5 @@ def check_sizes(settings: Values, where: str) -> None:
                     "no model has this value",
                     where=where,
                     value=f"{key}: {str(value)[:40]}",
-                    hint="correct the value, or download the model again",
+                    hint=CORRECT_FILE,
                 )

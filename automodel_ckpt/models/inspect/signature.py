@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict, Texts
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.hf_names import (
     Conversion,
@@ -198,7 +198,7 @@ def _spelling_in_files(name: str, prefix: str, stored: set[str]) -> str:
     return name
 
 
-ListedParameter = tuple[str, tuple[int, ...], bool]
+ListedParameter = tuple[str, Shape, bool]
 """A parameter: its name in memory, its shape, and whether transformers' Trainer applies weight decay to it."""
 
 

@@ -59,7 +59,7 @@ def checkpoint_activations(
             "this model cannot recompute its activations",
             where=_WHERE,
             value=type(model).__name__,
-            hint="remove activation_checkpointing",
+            hint="",
         )
     if mode == "selective":
         _select_activations(model, layers or ())
@@ -75,10 +75,10 @@ def checkpoint_activations(
 def _select_activations(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     if not layers:
         raise RecipeError(
-            "this model has no repeated layers whose activations could be selected",
+            "this model has no repeated layers, which the mode selective needs",
             where=_WHERE,
             value=f"selective, {type(model).__name__}",
-            hint="set it to full",
+            hint="",
         )
     for layer in layers:
         forward = _selective_forward(type(layer))  # type: ignore[arg-type]

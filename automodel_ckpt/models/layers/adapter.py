@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.checkpoint.files.type_aliases import Counts, ValueDict, Values
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.interface import num_embeddings
 from automodel_ckpt.models.layers.adapter_layers import (
@@ -28,6 +28,8 @@ from automodel_ckpt.models.layers.lora import ADAPTER_NAME, Lora
 from automodel_ckpt.models.quantize import freeze_quantized
 
 log = logging.getLogger("automodel_ckpt")
+
+_UNTIE = "set peft.ensure_weight_tying to false: then the output layer is trained separately"
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def _lora_config(
             "adapters on an embedding and on its tied output layer cannot be kept equal",
             where="peft.target_modules",
             value=adapted,
-            hint="set peft.ensure_weight_tying to false, or list the embedding in peft.modules_to_save instead",
+            hint=_UNTIE,
         )
     options: ValueDict = {}
     if keep_tied and (ends := _ends_of_model(saved)):
@@ -228,7 +230,7 @@ def _check_tied_embeddings(model: Any, saved: Iterable[str]) -> None:
             "peft cannot train an output layer as a whole if several embeddings share its weight",
             where="peft.modules_to_save",
             value=f"{', '.join(linear)}; tied to {', '.join(embeddings)}",
-            hint="set peft.ensure_weight_tying to false, which trains an output layer that is not tied",
+            hint=_UNTIE,
         )
 
 
@@ -264,9 +266,7 @@ def peft_targets(targets: Sequence[str], names: Sequence[str]) -> list[str] | st
     return suffixes or "|".join(re.escape(target) for target in targets)
 
 
-def _peft_patterns(
-    patterns: Mapping[str, int], numbers: Mapping[str, int], names: Sequence[str]
-) -> dict[str, int]:
+def _peft_patterns(patterns: Counts, numbers: Counts, names: Sequence[str]) -> dict[str, int]:
     """The patterns by which peft gives the *numbers* to exactly their layers, among *names*.
 
     peft's are regular expressions for the end of a name: *patterns* themselves if these are plain names that select the
@@ -299,7 +299,7 @@ def suffixes_of(
             "peft cannot distinguish these modules from others with the same name suffix",
             where="peft.modules_to_save",
             value=list(wanted)[:5],
-            hint="list all modules with these suffixes, or other modules",
+            hint="",
         )
     return []
 

@@ -120,8 +120,7 @@ def find_modules(
         problems.append(Problem(what, "peft.modules_to_save", both[:5], hint))
     if not found and not problems and not find_parameters(model, lora.target_parameters):
         problems.append(Problem("no layer is left to adapt", key, patterns, _available(adaptable)))
-    if problems:
-        raise RecipeError.all_of(problems)
+    RecipeError.check(problems)
     return [name for name in modules if name in found], saved
 
 
@@ -147,8 +146,7 @@ def find_parameters(model: nn.Module, patterns: Sequence[str] | str) -> list[str
             if fused:
                 hint = _available(fused, pattern)
             problems.append(Problem(what, "peft.target_parameters", pattern, hint))
-    if problems:
-        raise RecipeError.all_of(problems)
+    RecipeError.check(problems)
     return [name for name in fused if name in found]
 
 
@@ -183,8 +181,7 @@ def numbers_of_layers(lora: Lora, targets: Sequence[str]) -> tuple[dict[str, int
             if not matches:
                 what = "no adapted layer has this name"
                 problems.append(Problem(what, key, pattern, _available(targets)))
-    if problems:
-        raise RecipeError.all_of(problems)
+    RecipeError.check(problems)
     return ranks, alphas
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
 from automodel_ckpt.models.layers.fused_class import agrees, fused_class
 
 _EPSILONS = ("variance_epsilon", "eps")
@@ -78,7 +79,7 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
     """Whether *module* computes an RMS normalization, also for inputs of which epsilon is a large or a small part."""
     generator = torch.Generator().manual_seed(0)
     size = module.weight.numel()  # type: ignore[operator]
-    numbers: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    numbers: ValueDict = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     # The model may be on the meta device.
     tried: Any = copy.deepcopy(module).to_empty(device="cpu").float()
     with torch.no_grad():

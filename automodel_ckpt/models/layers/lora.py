@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from automodel_ckpt.checkpoint.files.type_aliases import Counts
 
 ALL_LINEAR = "all-linear"
 ALL_EXPERTS = "all-experts"
@@ -18,8 +20,8 @@ class Lora:
 
     r: int = 8
     alpha: int = 16
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, int] = field(default_factory=dict)
+    rank_pattern: Counts = field(default_factory=dict)
+    alpha_pattern: Counts = field(default_factory=dict)
     dropout: float = 0.0
     target_modules: Sequence[str] | str = ALL_LINEAR
     target_parameters: Sequence[str] | str = ()

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict, Values
 from automodel_ckpt.errors import RecipeError, replaced_forward_pass
 from automodel_ckpt.models.hf_names import InFiles
-from automodel_ckpt.models.loss.mtp_families import WHERE, Family, MtpPlan
+from automodel_ckpt.models.loss.mtp_families import REMOVE_MTP, WHERE, Family, MtpPlan
 
 ATTRIBUTE = "mtp"
 """The attribute of a model that has the layers."""
@@ -230,7 +230,7 @@ def _final_norm(decoder: Any) -> nn.Module:
         "the decoder of this model has no final norm",
         where=WHERE,
         value=type(decoder).__name__,
-        hint="remove model.mtp",
+        hint=REMOVE_MTP,
     )
 
 

@@ -13,9 +13,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.checkpoint.files.type_aliases import Strings, Values
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.inspect.interface import CORRECT_FILE
 
 WHERE = "model.mtp"
+REMOVE_MTP = "remove model.mtp"
 MOST_DEPTHS = 64
 """A config.json with a greater number is damaged: published models have 1 to 3 depths."""
 
@@ -32,7 +35,7 @@ class DepthNames:
     hidden_norm: str
     projection: str
     norm: str
-    layers: tuple[str, ...]
+    layers: Strings
     embedding: str | None = None
     output: str | None = None
 
@@ -48,7 +51,7 @@ class Family:
     """
 
     names: Callable[[int, Any], DepthNames]
-    settings: Mapping[str, Any]
+    settings: Values
     count: str = "num_nextn_predict_layers"
     default: int = 0
     most: int | None = None
@@ -148,7 +151,7 @@ def plan_mtp(
             "multi-token prediction is not supported for this type of model",
             where=WHERE,
             value=f"{text.model_type}; supported are {', '.join(sorted(FAMILIES))}",
-            hint="remove model.mtp, to train without it",
+            hint=REMOVE_MTP,
         )
     in_files = _num_in_files(family, text)
     wanted = num_depths or in_files
@@ -199,6 +202,6 @@ def _num_in_files(family: Family, text: Any) -> int:
             "the model's config has no valid number of layers for multi-token prediction",
             where=f"config.json, {family.count}",
             value=number,
-            hint="correct the config.json of the base",
+            hint=CORRECT_FILE,
         )
     return number

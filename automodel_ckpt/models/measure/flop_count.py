@@ -179,24 +179,23 @@ def _operations_per_pair(layer: Any) -> int | None:
 
     None when its configuration does not have one number of heads.
     """
-    num_heads = getattr(layer, "num_attention_heads", None)
-    if not isinstance(num_heads, int) or num_heads < 1:
+    num_heads = _first_number(layer, ["num_attention_heads"])
+    if num_heads is None:
         return None
     width = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
-    of_keys = of_values = width
-    if hasattr(layer, "qk_nope_head_dim"):
-        # Multi-head latent attention has heads of two widths.
-        of_keys = getattr(layer, "qk_head_dim", None) or width
-        of_values = getattr(layer, "v_head_dim", None) or width
+    if not hasattr(layer, "qk_nope_head_dim"):
+        return 4 * num_heads * width  # type: ignore[no-any-return]
+    # Multi-head latent attention has heads of two widths.
+    of_keys = getattr(layer, "qk_head_dim", None) or width
+    of_values = getattr(layer, "v_head_dim", None) or width
     return 2 * num_heads * (of_keys + of_values)  # type: ignore[no-any-return]
 
 
 def _layer_kinds(text: Any, num_layers: int) -> Sequence[str]:
     """The kind of each decoder layer, as the configuration names it."""
-    for name in ("layer_types", "layers_block_type"):
-        kinds = getattr(text, name, None)
-        if kinds:
-            return list(kinds)
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if kinds:
+        return list(kinds)
     found = []
     for number in range(num_layers):
         layer = config_of_layer(text, number)
@@ -208,17 +207,12 @@ def _layer_kinds(text: Any, num_layers: int) -> Sequence[str]:
 
 def _window_of(text: Any, kind: str) -> int | None:
     """The largest number of keys of a query in a layer of this *kind*; None: no limit."""
-    name = "attention_chunk_size" if "chunked" in kind else "sliding_window"
-    if "sliding" not in kind and "chunked" not in kind:
-        return None
-    size = getattr(text, name, None)
-    return size if isinstance(size, int) else None
+    if "chunked" in kind:
+        return _first_number(text, ["attention_chunk_size"])
+    return _first_number(text, ["sliding_window"]) if "sliding" in kind else None
 
 
 def _first_number(config: Any, names: Iterable[str]) -> int | None:
     """The first of the values *names* of a configuration that is a positive number."""
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.bounded_templates import bound_chat_templates, template_errors
+from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.interface import did_you_mean, naming_files
 from automodel_ckpt.models.inspect.repository import quiet
@@ -77,10 +78,10 @@ def check_tasks(given: HarnessTasks, where: str) -> Any:
 
     if given.include_path is not None and not given.include_path.is_dir():
         raise RecipeError(
-            "there is no directory of task files",
+            "there is no directory of task files (YAML)",
             where=where,
             value=given.include_path,
-            hint="name a directory with task files (YAML) of lm-evaluation-harness",
+            hint="",
         )
     include = None if given.include_path is None else str(given.include_path)
     with quiet(_LIBRARY_LOGGER), _reporting(where, str(include)):
@@ -172,7 +173,7 @@ def _adapter(before_forward: Callable[[], None]) -> Any:
     return Adapter
 
 
-def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[TaskMetric]:
+def metrics_of(results: Mapping[str, Values]) -> Iterator[TaskMetric]:
     """Yield the metrics in the ``results`` of the library. Their keys are ``METRIC,FILTER``.
 
     The filter ``none`` is left out of names, others are appended.

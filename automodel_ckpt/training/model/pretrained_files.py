@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files.layout import RankLayout
-from automodel_ckpt.checkpoint.files.type_aliases import TextDict
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict
 from automodel_ckpt.checkpoint.formats.description import DTYPES
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
@@ -39,7 +39,6 @@ from automodel_ckpt.models.inspect.repository import base_directory, fetched_dir
 from automodel_ckpt.models.meta_init import float32_pattern
 from automodel_ckpt.models.weight_matching import (
     Names,
-    Shape,
     Verdict,
     compare,
     former_buffers,

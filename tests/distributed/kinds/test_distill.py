@@ -117,9 +117,9 @@ def test_all_tokens_of_a_cache_give_the_same_losses_and_later_starts_need_no_tea
     assert logged(path) == first
     # Another temperature is another cache, and so is a damaged one.
     assert is_teacher_loaded("--distill.temperature=3")
-    content = bytearray((cache / "00000/rest.npy").read_bytes())
+    content = bytearray((cache / "00000/rest").read_bytes())
     content[-1] ^= 1
-    (cache / "00000/rest.npy").write_bytes(content)
+    (cache / "00000/rest").write_bytes(content)
     assert is_teacher_loaded()
 
 

@@ -40,20 +40,6 @@ def test_the_selected_steps_are_traced_on_the_selected_ranks_and_nothing_else_ch
 
 
 @pytest.mark.further
-def test_a_resumed_run_traces_the_steps_after_its_start(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path, "--step_scheduler.max_steps=5")
-    run(tmp_path, SHORT, "--profile.start_step=2", "--profile.num_steps=1")
-    assert "no step was profiled: 1 were made" in capfd.readouterr().err
-    run(tmp_path, "--profile.start_step=3", "--profile.num_steps=1", "--step_scheduler.max_steps=9")
-    trace = tmp_path / "run/profile/step_9_rank_0.json.gz"
-    assert steps_in(trace) == {"step 9"}
-    logged = capfd.readouterr().err
-    assert f"profile of step 9: {trace} (open it in https://ui.perfetto.dev)" in logged
-
-
-@pytest.mark.further
 def test_a_stopped_run_writes_the_steps_that_it_traced_and_a_failed_write_stops_no_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

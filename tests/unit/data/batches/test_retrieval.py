@@ -134,7 +134,7 @@ def test_a_subset_of_the_hub_has_a_second_one_with_the_documents(
         ({"pos_doc": [9]}, {}, "has no document with this id"),
         ({"corpus_id": "d"}, {}, "the corpus of a row is unknown"),
         ({"question": None}, {}, "field query of a sample is missing"),
-        ({}, {"class": "ColPaliDataset"}, "only corpora of texts are supported"),
+        ({}, {"class": "ColPaliDataset"}, "its class is ColPaliDataset"),
     ],
 )
 def test_mistakes_in_data_are_located(
@@ -150,15 +150,15 @@ def test_mistakes_in_data_are_located(
 @pytest.mark.parametrize(
     ("sources", "what"),
     [
-        ([], "needs at least one source"),
+        ([], "number of sources is out of range"),
         ([{"name": "a"}], "this is no source of retrieval data"),
         ([{"path": "a.jsonl", "num_samples": 0}], "this is no source of retrieval data"),
         (["a.txt"], "this is no source of retrieval data"),
-        (["hf://org/name"], "the source has no subset"),
-        (["missing.json"], "the file cannot be read"),
+        (["hf://org/name"], "this is no source of retrieval data"),
+        (["missing.json"], "retrieval data cannot be read"),
         (["list.json"], "a list instead of a mapping"),
-        (["other.json"], "the file has no corpus"),
-        (["empty.json"], r"the file cannot be read[\s\S]*merlin_metadata.json"),
+        (["other.json"], "it has no list corpus"),
+        (["empty.json"], r"retrieval data cannot be read[\s\S]*merlin_metadata.json"),
     ],
 )
 def test_wrong_sources_are_rejected(

@@ -12,7 +12,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForMultimodalLM
 
 from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.conversations.messages import UnusableSample
@@ -22,9 +21,6 @@ from automodel_ckpt.data.media.media_files import duration_of, open_audio
 from automodel_ckpt.data.vlm import conversations, transcripts
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.interface import image_token_ids
-from automodel_ckpt.models.measure.flop_count import count_flops
-from automodel_ckpt.models.model_checks import freeze
-from automodel_ckpt.parallel.model_layers import decoder_layers
 from tests.support.models.audio import (
     FAMILIES,
     ONE_AUDIO,
@@ -207,31 +203,6 @@ def test_every_turn_with_an_audio_and_an_image_has_labels(
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        [{**AUDIO, "audio": "a.wav"}, *text("?")],
-        [{"type": "input_audio", "input_audio": {"data": "AUDIO", "format": "wav"}}, *text("?")],
-        [{"type": "audio_url", "audio_url": {"url": "a.wav"}}, *text("?")],
-        [{"audio": "a.wav", "type": None}, *text("?")],
-    ],
-)
-def test_entries_of_other_programs_are_the_same_sample(
-    content: Any, processors: Any, tmp_path: Path
-) -> None:
-    _, processor = processors["qwen2_audio"]
-    written(tmp_path)
-    encoded = base64.b64encode((tmp_path / "a.wav").read_bytes()).decode()
-    content = json.loads(json.dumps(content).replace("AUDIO", encoded))
-    in_field = {"messages": one_turn(text("?")), "audios": ["a.wav"]}
-    marked = {"messages": one_turn("<audio>?"), "audios": "a.wav"}
-    path = written(tmp_path, {"messages": one_turn(content)}, in_field, marked)
-    samples = conversations(processor, path, audio_marker="<audio>")
-    for number in range(3):
-        assert samples[number].text == samples[0].text
-        assert np.array_equal(samples[number].audios[0], (TONE / 2**15).astype(np.float32))
-
-
-@pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"messages": one_turn([AUDIO, *text("?")])}, "number of audios does not match"),
@@ -312,16 +283,3 @@ def test_transcripts_of_a_table_have_labels(
         transcripts(processor, str(tmp_path / "a.parquet"), skip_empty=False)[1]
     with pytest.raises(RecipeError, match="as a text and as a column"):
         transcripts(processor, "a", prompt="a", prompt_field="b")
-
-
-@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni"])
-def test_the_audio_tower_is_a_part(family: str, processors: Any, data: Path) -> None:
-    config, processor = processors[family]
-    config.get_text_config().vocab_size = len(processor.tokenizer)
-    model = AutoModelForMultimodalLM.from_config(config)
-    freeze(model, ["audio_tower"])
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    assert frozen == {
-        name for name, _ in model.named_parameters() if "audio_tower" in name.split(".")
-    }
-    assert count_flops(model, decoder_layers(model)) is not None

@@ -79,8 +79,7 @@ def test_another_label_is_an_error_with_its_location(
     [problem] = caught.value.problems
     assert problem.what == "a completion is neither desirable nor undesirable"
     assert problem.where == f"{path}:2"
-    assert problem.value == f"label: {label!r}"
-    assert "dataset.label_field" in problem.hint
+    assert problem.value == f"{label!r} in dataset.label_field label"
 
 
 def test_pairs_become_their_preferred_answers_and_then_the_others(

@@ -57,18 +57,18 @@ def test_a_torn_or_foreign_cache_is_found(tmp_path: Path) -> None:
     assert TargetCache.open(final, "key") is None
     write(final)
     assert TargetCache.open(final, "of another teacher") is None
-    (final / "00000/tokens.npy").write_bytes(b"123")
+    (final / "00000/tokens").write_bytes(b"123")
     damaged = TargetCache.open(final, "key")
-    assert damaged is not None and damaged.damaged_file() == "00000/tokens.npy"
+    assert damaged is not None and damaged.damaged_file() == "00000/tokens"
     write(final)  # it replaces the damaged one
-    content = bytearray((final / "00001/log_probs.npy").read_bytes())
+    content = bytearray((final / "00001/log_probs").read_bytes())
     content[-3] ^= 1
-    (final / "00001/log_probs.npy").write_bytes(content)
+    (final / "00001/log_probs").write_bytes(content)
     cache = TargetCache.open(final, "key")
     assert cache is not None
-    assert cache.damaged_file() == "00001/log_probs.npy"
+    assert cache.damaged_file() == "00001/log_probs"
     # Of two ranks, each reads one part.
-    assert (cache.damaged_file(0, 2), cache.damaged_file(1, 2)) == (None, "00001/log_probs.npy")
+    assert (cache.damaged_file(0, 2), cache.damaged_file(1, 2)) == (None, "00001/log_probs")
     for text in ("{", "[]", '{"format": 1}', json.dumps({"format": 9, "key": "key", "parts": []})):
         (final / MANIFEST).write_text(text)
         assert TargetCache.open(final, "key") is None

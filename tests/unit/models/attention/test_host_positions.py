@@ -63,13 +63,6 @@ def test_documents_are_those_that_the_device_would_find(lengths: list[int], kind
     assert found.device == torch.device(META)
 
 
-def test_a_row_of_one_sample_has_no_documents() -> None:
-    on_host = positions_of([5])
-    on_device = on_host.to(META)
-    note_positions(on_device, on_host)
-    assert documents_of(**asked_for("causal", on_device)) is None
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -16,27 +16,9 @@ from transformers import (
 
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.training.model.deferred_model import DeferredModel, build_deferred
-from tests.support.models.sizes import model_sizes
 
 BIAS = "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
 """It selects experts, is not trained, and stays in float32."""
-DEEPSEEK: dict[str, Any] = {
-    **model_sizes(vocab=32, hidden=16, layers=2, heads=2, kv_heads=1),
-    "head_dim": 8,
-    "q_lora_rank": 8,
-    "o_groups": 2,
-    "o_lora_rank": 8,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "index_topk": 4,
-    "sliding_window": 8,
-    "hc_mult": 2,
-    "num_hash_layers": 0,
-    "moe_intermediate_size": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-}
-"""With float16, parts with dots in their names stay in float32."""
 
 
 @pytest.fixture(scope="module")
@@ -93,22 +75,6 @@ def _check_as_read(model: nn.Module, read: nn.Module) -> None:
         for name, value in found.items():
             assert value.dtype == expected[name].dtype, name
             assert torch.equal(value, expected[name]), name
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("needs_values", ["", "the test asks for it"], ids=["parts", "complete"])
-def test_parts_named_with_dots_or_by_their_class_have_the_types_of_transformers(
-    dtype: str, needs_values: str, tmp_path: Path
-) -> None:
-    config = AutoConfig.for_model("deepseek_v4", **DEEPSEEK)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    deferred = built(str(tmp_path), dtype, needs_values)
-    model = deferred.model
-    if deferred.materialise is not None:
-        deferred.materialise(model, torch.device("cpu"))
-    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    assert {each.dtype for each in read.parameters()} == {torch.float32, getattr(torch, dtype)}
-    _check_as_read(model, read)
 
 
 def test_parameters_that_stay_in_float32_are_read_in_parts(tmp_path: Path) -> None:

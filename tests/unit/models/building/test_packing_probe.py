@@ -143,11 +143,6 @@ def test_models_with_a_mask_of_a_fixed_length_have_no_longer_rows() -> None:
         assert bool(answer) == holds
 
 
-@pytest.mark.parametrize("one_row", [True, False])
-def test_rounding_of_experts_is_no_effect_of_another_sample(one_row: bool) -> None:
-    assert keeps_samples_apart(build("mixtral"), one_row, {"use_cache": False})
-
-
 @pytest.mark.parametrize(("model_type", "expected"), [("granitemoe", True), ("openai-gpt", False)])
 def test_use_cache_is_passed_where_a_model_inside_takes_it(model_type: str, expected: bool) -> None:
     model = build(model_type)
@@ -178,10 +173,6 @@ def test_a_module_with_a_config_and_without_a_base_model_gets_no_use_cache() -> 
             return self.inner(input_ids, **options)
 
     assert not accepts_use_cache(Model())
-
-
-def test_a_cache_of_keys_and_values_lets_samples_see_each_other() -> None:
-    assert not keeps_samples_apart(build("llama"), False, {"use_cache": True})
 
 
 def test_a_model_that_fails_when_asked_is_not_used_so_and_its_own_error_is_kept() -> None:

@@ -135,5 +135,5 @@ def test_models_whose_layers_cannot_run_on_separate_ranks_are_rejected() -> None
 def test_more_stages_than_layers_are_refused() -> None:
     text = refusal(model_of(), 3)
     assert "layers of the model: 2" in text
-    assert "lower pp_size" in text
+    assert "distributed.pp_size" in text
     assert "layers of the model: 1" in refusal(model_of(num_hidden_layers=1))

@@ -21,7 +21,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from automodel_ckpt.checkpoint.saving.adapter_assets import peft_document
 from automodel_ckpt.checkpoint.state.module_tensors import adapter_keys
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.layers.adapter import add_adapters, copy_saved_modules
@@ -369,11 +368,3 @@ def test_trained_copies_of_modules_begin_with_all_values_of_the_base(saved: str)
         with model.disable_adapter():
             expected = model(input_ids=tokens).logits
     torch.testing.assert_close(adapted, expected)
-
-
-def test_the_description_has_no_newer_options_that_the_adapter_does_not_use() -> None:
-    """Versions of peft before 0.14 reject a file with options that they do not know."""
-    lora = Lora(target_modules=["q_proj"], use_dora=True)
-    description = peft_document(add_adapters(llama(), lora, task_type="CAUSAL_LM").peft_config)
-    assert not {"peft_version", "qalora_group_size", "lora_bias"} & description.keys()
-    assert description["use_dora"] and description["lora_alpha"] == lora.alpha

@@ -18,8 +18,6 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.models.layers import fused_rotary
 from automodel_ckpt.models.layers.fused_adapters import _Product, fuse_adapters
 from automodel_ckpt.models.layers.fused_gates import _GatedProduct, fuse_gates
@@ -30,7 +28,6 @@ from automodel_ckpt.models.layers.fused_rotary import (
     fuse_rotary_embeddings,
     restore_rotation,
 )
-from automodel_ckpt.training.model.sections import fuses_layers
 from tests.unit.models.building.test_packing_probe import build, loss_and_gradients
 
 pytestmark = [
@@ -374,16 +371,3 @@ def test_a_model_in_16_bits_is_no_less_exact_and_keeps_less() -> None:
         errors["fused"] += float((gradient_of(copy.deepcopy(fused)) - exact).norm())
     assert errors["fused"] < errors["plain"]
     assert kept_bytes(fused) < 0.85 * kept_bytes(plain)
-
-
-def test_they_are_fused_on_a_gpu_unless_layers_are_compiled() -> None:
-    config = RecipeConfig(model=ModelConfig(from_config={"model_type": "llama"}))
-    model = config.model
-    assert isinstance(model, ModelConfig)
-    assert fuses_layers(config, "cuda") and not fuses_layers(config, "cpu")
-    config.compile.enabled = True
-    assert not fuses_layers(config, "cuda")
-    model.fused_layers = True
-    assert fuses_layers(config, "cuda") and fuses_layers(config, "cpu")
-    model.fused_layers = False
-    assert not fuses_layers(config, "cuda")

@@ -81,17 +81,6 @@ def test_frozen_weights_under_adapters_count_four_operations_and_the_adapters_si
     assert found.of(batch(), tokens) - computed(model, batch()) == not_computed
 
 
-def test_layers_below_the_first_trained_one_have_no_backward_pass() -> None:
-    model = llama()
-    model.requires_grad_(False)
-    layers = decoder_layers(model)
-    layers[-1].requires_grad_(True)
-    of_layer = 3 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE
-    by_hand = (2 * (LAYERS - 1) + 6) * of_layer * 2 * LENGTH
-    by_hand += (4 * (LAYERS - 1) + 12) * HIDDEN * 2 * LENGTH**2
-    assert counted(model).of(batch(), 0) == by_hand
-
-
 def mixture(**changes: Any) -> nn.Module:
     config = transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=8, **changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -105,33 +94,6 @@ def test_of_a_mixture_the_experts_of_a_token_count() -> None:
     found = counted(model)
     tokens = 2 * LENGTH
     assert found.of(batch(), tokens) == computed(model, batch())
-
-
-def test_heads_of_other_layers_may_have_another_width() -> None:
-    config = transformers.Gemma4TextConfig(
-        **model_sizes(hidden=16, inner=24, layers=2, heads=2, kv_heads=1, vocab=VOCABULARY),
-        head_dim=8,
-        global_head_dim=16,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=4,
-        vocab_size_per_layer_input=VOCABULARY,
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-    )
-    if not getattr(config, "is_heterogeneous", False):
-        pytest.skip("this version of transformers has one configuration for all layers")
-    found = counted(AutoModelForCausalLM.from_config(config))
-    shorter = found.of(batch(rows=1, length=LENGTH // 2), 0)
-    pairs = 12 * 16 * 4 * LENGTH + 12 * 32 * LENGTH**2
-    of_half = 12 * 16 * 4 * LENGTH // 2 + 12 * 32 * LENGTH**2 // 4
-    assert found.of(batch(rows=1), 0) - 2 * shorter == pairs - 2 * of_half
-
-
-def test_a_mixture_with_an_unknown_number_of_active_experts_is_not_counted() -> None:
-    model = mixture()
-    vars(model.config)["num_experts_per_tok"] = None
-    assert count_flops(model, decoder_layers(model)) is None
-    assert count_flops(nn.Linear(2, 2), []) is None, "no configuration of transformers"
 
 
 def test_documents_of_a_packed_row_do_not_attend_to_each_other() -> None:

@@ -241,14 +241,6 @@ def test_a_model_may_select_the_columns_of_its_vocabulary(sizes: list[int] | Non
     torch.testing.assert_close(losses, expected)
 
 
-def test_a_scale_that_could_be_a_parameter_is_left_to_the_model() -> None:
-    model = Changing(lambda logits: logits * 0.25)
-    assert install_loss_head(model, {}) is None
-    del model.temperature
-    head = install_loss_head(model, {})
-    assert head is not None and head.transform == LogitTransform(0.25)
-
-
 def capped_in_two_steps(logits: torch.Tensor) -> torch.Tensor:
     return torch.tanh(logits * 0.7 / 15) * 15
 
@@ -300,21 +292,6 @@ def test_models_that_scale_or_cap_their_logits_learn_the_same(
     # Validation and generation still get the logits that the model computes.
     logits = model(input_ids=batch()["input_ids"], **OPTIONS).logits
     assert next_token_loss(logits, batch()["labels"]).item() == pytest.approx(expected[0])
-
-
-@pytest.mark.usefixtures("_chunks")
-@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.5, 3.0)])
-def test_ignored_rows_have_no_loss_and_no_gradient(transform: LogitTransform) -> None:
-    *leaves, targets = inputs(torch.float64)
-    targets[[0, 3]] = -100
-    others = [leaf.detach().requires_grad_() for leaf in leaves]
-    loss = linear_cross_entropy(*leaves, targets, transform=transform)
-    expected = F.cross_entropy(transform(F.linear(*others)), targets, reduction="sum")
-    loss.backward()
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=1e-13)
-    for ours, theirs in zip(leaves, others, strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_the_weight_of_the_loss_is_not_rounded_to_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
