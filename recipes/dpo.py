@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.parts.failures import raise_on_all_ranks
 from automodel_ckpt.config.keys.kinds import DPOConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader

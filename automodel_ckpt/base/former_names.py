@@ -12,6 +12,8 @@ from types import ModuleType
 _PACKAGE = "automodel_ckpt."
 FORMER = {
     "checkpoint.module_tensors": "checkpoint.state.module_tensors",
+    "checkpoint.parts.collective_errors": "checkpoint.parts.failures",
+    "checkpoint.state.optimizer_state": "checkpoint.state.module_tensors",
     "checkpoint.tensors.stored": "checkpoint.tensors.box_reader",
     "config.rules": "config.tree.rules",
     "data.batches.sampler": "data.batches.micro_batches",

@@ -51,8 +51,8 @@ from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run.directory import OPENING, RunDirectory
 from automodel_ckpt.checkpoint.run.resume import KeepPolicy
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets, is_exportable
-from automodel_ckpt.checkpoint.saving.exports import Exports, SyncSaves
 from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.checkpoint.saving.publisher import Exports, SyncSaves
 from automodel_ckpt.checkpoint.saving.save import Assets, Forecast, Save, SaveReport, SaveSettings
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.checkpoint.transfers import Transfers, with_local_directory
@@ -118,7 +118,9 @@ class Checkpointer:
         if ranks is None:
             if group is None and dist.is_initialized():
                 group = dist.group.WORLD
-            ranks = _ranks_in(group)
+            ranks = layout.DataParallelRanks()
+            if group is not None:
+                ranks = layout.DataParallelRanks(dist.get_rank(group), dist.get_world_size(group))
         self.is_rank0 = ranks.rank == 0
         """Whether this rank coordinates saves."""
         self._options = options
@@ -142,11 +144,11 @@ class Checkpointer:
         """Short texts that each checkpoint's manifest contains in ``environment``, such as ``precision``."""
         self._planner = Planner(self._settings)
         self._directories: NodeDirectories | None = None
-        self.loader = CheckpointLoader(self._settings, options)
+        self.loader = CheckpointLoader(self._settings)
         """What loads. ``on_nodes`` has the checkpoints that are distributed over several nodes."""
         self.exports = Exports(self._settings, self.wait_for_save)
         """The exports of this run's checkpoints as Hugging Face files."""
-        self.transfers = Transfers(self._settings, options)
+        self.transfers = Transfers(self._settings)
         """What is transferred from and to the store of ``remote``."""
         self._save_level = logging.DEBUG if is_quiet else logging.INFO
         self._is_async = options.is_async
@@ -337,13 +339,17 @@ class Checkpointer:
         )
         if self.is_rank0:
             log.log(self._save_level, "Saving checkpoint to %s", self.directory / str(save.name))
-        with save.staging.removed_on_failure():
+        try:
             if self._async is None:
                 return self._plan_and_save(save, state, self._sync)
             report = self._async.save_with_previous_plan(save, state)
             if report is not None:
                 return report
             return self._plan_and_save(save, state, self._async)
+        # Not Exception: KeyboardInterrupt and DCP's CheckpointException do not derive from it.
+        except BaseException:
+            save.staging.remove()
+            raise
 
     def _plan_and_save(
         self, save: Save, state: Values, saves: SyncSaves | AsyncSaves
@@ -467,7 +473,7 @@ class Checkpointer:
                         module, run=self.directory, rank=self._settings.ranks.rank
                     )
         if any(isinstance(each, AdapterAssets) for each in self.assets.values()):
-            self._settings.use_adapter_file(self._options)
+            self._settings.use_adapter_file()
 
     @collector_paused()
     def roll_back(self, state: Values, step: int) -> Resumed | None:
@@ -516,10 +522,3 @@ class Checkpointer:
             self._directories.nodes.release()
         # Last: until here, removals and a background save may write in the directory.
         self.run.release()
-
-
-def _ranks_in(group: ProcessGroup | None) -> layout.DataParallelRanks:
-    """This process's rank and the number of ranks of *group*; one process without a group."""
-    if group is None:
-        return layout.DataParallelRanks()
-    return layout.DataParallelRanks(dist.get_rank(group), dist.get_world_size(group))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Values
-from automodel_ckpt.checkpoint.options import CheckpointOptions
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
@@ -87,8 +86,8 @@ class CheckpointLoader:
     With ``on_incompatible: sibling`` it may replace the run directory in *settings* by a sibling of it.
     """
 
-    def __init__(self, settings: SaveSettings, options: CheckpointOptions) -> None:
-        self._settings, self._options = settings, options
+    def __init__(self, settings: SaveSettings) -> None:
+        self._settings, self._options = settings, settings.options
         self.on_nodes: Mapping[Path, Streamed] = {}
         """The checkpoints that are distributed over several nodes, by path."""
 
@@ -240,7 +239,7 @@ class CheckpointLoader:
             shown = self._run.display_path(path) if fetched is None else fetched.name
             log.info("Loading checkpoint from %s", shown)
         with self._settings.raise_on_all_ranks(f"loading {path.name}", CheckpointUnusable):
-            self._check_kind_of_run(path, manifest)
+            self._check_adapters(path, manifest)
             if before_loading is not None and self._settings.is_rank0:
                 before_loading(path, manifest)
             started_anew = self._load(path, manifest, state, fetched)
@@ -256,11 +255,10 @@ class CheckpointLoader:
 
         Returns the attributes that start without the saved state.
         """
-        self._check_base(path, manifest)
         items = classify(state)
         remote = None if fetched is None else fetched.ranges(manifest)
         loader = self._loader(path, manifest, remote)
-        is_expected = self._settings.save_optimizer or manifest.is_imported_run
+        is_expected = self._settings.options.save_optimizer or manifest.is_imported_run
         if manifest.left_out and not is_expected and self._settings.is_rank0:
             message = "checkpoint.save_optimizer is false: %s was saved without %s, which start with new state"
             log.warning(message, path.name, ", ".join(sorted(manifest.left_out)))
@@ -281,7 +279,7 @@ class CheckpointLoader:
         recipe defines whether there is one.
         """
         allowed = set(self._options.allow_missing_state)
-        if not self._settings.save_optimizer or manifest.is_imported_run:
+        if not self._settings.options.save_optimizer or manifest.is_imported_run:
             allowed |= manifest.left_out
         if manifest.is_imported_run:
             for name, record in manifest.state.items():
@@ -321,8 +319,11 @@ class CheckpointLoader:
             if self._settings.is_rank0:
                 self._run.hold()
 
-    def _check_kind_of_run(self, path: Path, manifest: Manifest) -> None:
-        """Raise :class:`CheckpointUnusable` where only one of this run and the checkpoint's run trains adapters."""
+    def _check_adapters(self, path: Path, manifest: Manifest) -> None:
+        """Raise :class:`CheckpointUnusable` where only one of this run and the checkpoint's run trains adapters.
+
+        Also where its adapters belong to another base model.
+        """
         for name, assets in self._settings.assets.items():
             if name not in manifest.state:
                 continue
@@ -331,12 +332,7 @@ class CheckpointLoader:
             is_described = has_adapters or _has_file(manifest, name, CONFIG)
             if is_described and has_adapters != isinstance(assets, AdapterAssets):
                 raise other_kind_of_run(path, has_adapters=has_adapters)
-
-    def _check_base(self, path: Path, manifest: Manifest) -> None:
-        """Raise :class:`CheckpointUnusable` where adapters in the checkpoint belong to another base model."""
-        for name, assets in self._settings.assets.items():
-            is_described = _has_file(manifest, name, layout.AUTOMODEL_PEFT_CONFIG)
-            if isinstance(assets, AdapterAssets) and name in manifest.state and is_described:
+            if has_adapters and isinstance(assets, AdapterAssets):
                 assets.check_base(path, layout.state_directory(name))
 
     def _model_changes(self, path: Path) -> ConfigChanges:

@@ -4,6 +4,11 @@ A checkpoint is distributed over the nodes (:mod:`.memory.nodes`), and each of t
 checkpoints that the nodes have completely together, whatever nodes there are now, and sets the rest aside. If that has
 a later checkpoint than the start continues from, it stays until the run publishes a checkpoint: a start with the nodes
 that are absent now can continue from it before.
+
+A node that was absent for some time may have checkpoints that the run has abandoned meanwhile. Each start begins a new
+generation. It has a random name, which the manifests of its checkpoints contain, and a record in the directory of each
+node. If records differ, the one of the latest start is valid, by its time: new nodes do not know how many starts there
+were.
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,8 +41,8 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.generation import NOTE, Postponed, RunGeneration
-from automodel_ckpt.checkpoint.run.links import remove_fetched
+from automodel_ckpt.checkpoint.run.links import remove_fetched, step_of
+from automodel_ckpt.checkpoint.run.notes import Damaged, read_note, write_note
 from automodel_ckpt.checkpoint.transfers import is_scratch_directory
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.parallel.ranks import agree
@@ -45,6 +50,76 @@ from automodel_ckpt.parallel.ranks.network import own_address
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.memory.survey import CheckpointOnNodes
+
+
+NOTE = "generation"
+"""The key in the manifest's ``environment`` with the name of the generation."""
+
+
+@dataclass(frozen=True)
+class Postponed:
+    """A later checkpoint, by the *digest* of its manifest, of which absent nodes may have the missing files.
+
+    It continues the logs of the generation with this *number*. Without a digest, there is no such checkpoint.
+    """
+
+    digest: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class RunGeneration:
+    """The generation *name* of a run, with its *number* and the digests of the *kept* checkpoints.
+
+    The number is the time in nanoseconds since 1970 at which the generation began, or one more than the number of the
+    generation before. The kept checkpoints are the checkpoints of earlier generations that it continues. Without a
+    record, a run is in a generation without a name, to which all checkpoints belong. *has_logs* states whether the logs
+    of the run are on this node, because rank 0 was there. The run continues from the *postponed* checkpoint if the
+    nodes of a start have it completely before the generation publishes a checkpoint. The publication removes what the
+    nodes have of it.
+    """
+
+    number: int = 0
+    name: str = ""
+    kept: tuple[str, ...] = ()
+    has_logs: bool = False
+    postponed: Postponed = field(default_factory=Postponed)
+
+    @classmethod
+    def read(cls, run: Path) -> RunGeneration:
+        """Read the record in the directory *run*.
+
+        When it is missing or damaged, returns the generation of a run without a record.
+        """
+        found = read_note(run, layout.GENERATION)
+        postponed = found.get("postponed", {"digest": "", "number": 0})
+        try:
+            return cls(
+                int(found["number"]),
+                str(found["name"]),
+                tuple(str(digest) for digest in found["kept"]),
+                bool(found["has_logs"]),
+                Postponed(str(postponed["digest"]), int(postponed["number"])),
+            )
+        except Damaged:
+            return cls()
+
+    def write(self, run: Path) -> None:
+        """Replace the record in the directory *run*. Raises OSError."""
+        write_note(run / layout.GENERATION, asdict(self))
+
+    def is_current(self, summary: Summary) -> bool:
+        """Whether the checkpoint with this manifest is of this generation, or of an earlier one that it continues."""
+        name = summary.environment.get(NOTE, "")
+        continued = (*self.kept, self.postponed.digest)
+        return not self.name or name == self.name or summary.digest in continued
+
+    def next(self, kept: Iterable[str], postponed: Postponed | None = None) -> RunGeneration:
+        """Return the generation of the next start, which continues the checkpoints with the digests *kept*."""
+        # This node's clock may be behind the clock of the start before.
+        number = max(self.number + 1, time.time_ns())
+        name = uuid.uuid4().hex
+        return RunGeneration(number, name, tuple(kept), postponed=postponed or Postponed())
 
 
 _PATIENCE_SECONDS = 5.0
@@ -190,7 +265,7 @@ class NodeDirectories:
         if target.exists():
             return
         # A start removes what is left of it.
-        staged = self.root / layout.trash_name(uuid.uuid4().hex)
+        staged = self.root / layout.trash_name()
         staged.mkdir()
         for name, data in _read_logs(self.root).items():
             replace_file(staged / name, data)
@@ -239,7 +314,7 @@ class NodeDirectories:
         kept = [
             checkpoint.digest
             for path, checkpoint in self.on_nodes.items()
-            if _step_of(path) <= step
+            if step_of(path.name) <= step
         ]
         generation = agree.broadcast_object(self._group, self._generation.next(kept, postponed))
         with agree.raise_on_all_ranks(self._group, self._convert):
@@ -285,7 +360,7 @@ class NodeDirectories:
 
     def _checkpoint_at(self, step: int) -> CheckpointOnNodes | None:
         for path, checkpoint in self.on_nodes.items():
-            if _step_of(path) == step:
+            if step_of(path.name) == step:
                 return checkpoint
         return None
 
@@ -304,13 +379,6 @@ class NodeDirectories:
         with_logs = [rank for rank, exists in enumerate(exist) if exists]
         if with_logs:
             self._copy_logs(directory, with_logs)
-
-
-def _step_of(path: Path) -> int:
-    """The step of a checkpoint that :func:`~.memory.survey.survey` has found."""
-    name = layout.parse_checkpoint_name(path.name)
-    assert name is not None
-    return name.step
 
 
 def _read_logs(directory: Path) -> FileDict:
@@ -366,7 +434,7 @@ def ranks_without_storage(directory: Path, rank: int, group: ProcessGroup | None
     if agree.size(group) == 1:
         return []
     # Named like trash, so that the next start removes what a killed start left.
-    name = layout.trash_name(uuid.uuid4().hex)
+    name = layout.trash_name()
     failure = None
     if rank == 0:
         try:

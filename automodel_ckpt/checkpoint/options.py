@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from automodel_ckpt.errors import RecipeError
 
@@ -16,31 +16,6 @@ Mode = Literal["min", "max"]
 """Which metric is better."""
 Level = Literal["none", "size", "digest"]
 """What to verify of a file."""
-
-
-class RemoteOptions(Protocol):
-    """The section ``checkpoint.remote`` of a recipe; each property is the key of the same name."""
-
-    @property
-    def url(self) -> str: ...
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-    @property
-    def required(self) -> bool: ...
-    @property
-    def wait_after_signal_seconds(self) -> float: ...
-    @property
-    def keep_last(self) -> int | None: ...
-    @property
-    def keep_best(self) -> int: ...
-    @property
-    def keep_every_steps(self) -> int | None: ...
-    @property
-    def keep_steps(self) -> Iterable[int]: ...
-    @property
-    def max_mb_per_second(self) -> float | None: ...
-    @property
-    def num_threads(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +32,10 @@ class RemoteStorage:
     keep_steps: Iterable[int] = ()
     max_mb_per_second: float | None = None
     num_threads: int = 8
+
+
+RemoteOptions = RemoteStorage
+"""The section ``checkpoint.remote`` of a recipe has these attributes, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +136,8 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
 _AT_LEAST = {"keep_last": 1, "keep_best": 0, "keep_every_steps": 1}
 
 
-def _check_values(options: CheckpointOptions) -> None:
-    """Raise :class:`RecipeError` for the value of an option that a recipe would reject, too."""
+def validate_options(options: CheckpointOptions) -> None:
+    """Raise :class:`RecipeError` for invalid options, and for options of the model's files that exclude each other."""
     for name, choices in _CHOICES.items():
         value = getattr(options, name)
         if value not in choices:
@@ -167,24 +146,15 @@ def _check_values(options: CheckpointOptions) -> None:
         value = getattr(options, name)
         if value is not None and not (isinstance(value, int) and value >= least):
             raise _wrong_value(name, value, f"use a whole number from {least}")
-
-
-def validate_options(options: CheckpointOptions) -> None:
-    """Raise :class:`RecipeError` for invalid options, and for options of the model's files that exclude each other."""
-    _check_values(options)
+    conflicts = {}
     if options.incremental is True and options.model_layout == "hf":
+        conflicts["incremental"] = "are written completely by each save, and share nothing"
+    if options.model_layout in ("hf", "adapter") and options.model_save_format != "safetensors":
+        conflicts["model_save_format"] = "are always written as safetensors"
+    for name, why in conflicts.items():
         raise RecipeError(
-            "Hugging Face files are written completely by each save, and share nothing",
-            where="checkpoint.incremental",
-            value=True,
+            f"Hugging Face files {why}",
+            where=f"checkpoint.{name}",
+            value=getattr(options, name),
             hint="remove this key, or set checkpoint.model_layout to shards",
         )
-    if options.model_layout in (None, "shards") or options.model_save_format == "safetensors":
-        return
-    raise RecipeError(
-        "Hugging Face files are always written as safetensors",
-        where="checkpoint.model_save_format",
-        value=options.model_save_format,
-        hint="remove this key, or set checkpoint.model_layout to shards "
-        f"(now {options.model_layout})",
-    )

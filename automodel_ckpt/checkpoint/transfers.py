@@ -47,7 +47,8 @@ class Transfers:
     fetcher: Fetcher | None
     """What downloads, on rank 0 after :meth:`open`; None on other ranks, and without a URL to download from."""
 
-    def __init__(self, settings: SaveSettings, options: CheckpointOptions) -> None:
+    def __init__(self, settings: SaveSettings) -> None:
+        options = settings.options
         if options.remote is not None:
             from automodel_ckpt.checkpoint.remote.background import check_remote
 

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from transformers.trainer_callback import ExportableState
 
-from automodel_ckpt.checkpoint.formats.description import is_sharded
-from automodel_ckpt.checkpoint.state.storable import check_safe
+from automodel_ckpt.checkpoint.state.storable import check_safe, is_sharded
 from automodel_ckpt.errors import RecipeError
 
 _TRAINER = "transformers.trainer.Trainer"

@@ -28,8 +28,8 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.files.layout import AVERAGE
 from automodel_ckpt.checkpoint.node_directories import not_without_storage
-from automodel_ckpt.checkpoint.run.lock_file import remove_leftover_request
 from automodel_ckpt.checkpoint.run.notes import forget_memory
+from automodel_ckpt.checkpoint.run.save_requests import remove_leftover_request
 from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.callables.plugins import build

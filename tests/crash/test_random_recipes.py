@@ -1,7 +1,5 @@
 """A sample of tools/random_recipes; `make random-recipes` checks many recipes."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,18 +7,11 @@ import pytest
 from tests.support.models.sizes import model_sizes
 from tests.support.servers.command_server import CommandServer, Starting
 from tools.random_recipes import check as checking
-from tools.random_recipes.check import check, differences
-from tools.random_recipes.draw import EXAMPLES, KINDS, STEPS, Recipe, draw
+from tools.random_recipes.check import check
+from tools.random_recipes.draw import EXAMPLES, STEPS, Recipe
 
 
-def test_each_seed_has_a_recipe_of_its_own_without_contradictions() -> None:
-    recipes = [draw(seed) for seed in range(1, 31)]
-    assert recipes == [draw(seed) for seed in range(1, 31)]
-    assert len({recipe.kind for recipe in recipes}) > len(KINDS) / 2
-    assert len({str(recipe.options) for recipe in recipes}) == len(recipes)
-
-
-def test_a_recipe_is_resumed_exactly_and_a_difference_is_reported(
+def test_a_recipe_is_resumed_exactly(
     tmp_path: Path, commands: CommandServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checking, "subprocess", Starting(commands))
@@ -40,21 +31,3 @@ def test_a_recipe_is_resumed_exactly_and_a_difference_is_reported(
     recipe = Recipe(2, "llm_finetune", example, ranks=1, other_ranks=2, options=options)
     result = check(recipe, tmp_path)
     assert (result.outcome, result.problems) == ("trained", [])
-
-    first, resumed = tmp_path / "first", tmp_path / "resumed"
-    log = resumed / "training.jsonl"
-    text = log.read_text()
-    line = next(json.loads(line) for line in text.splitlines() if f'"step": {STEPS}' in line)
-    log.write_text(text.replace(f'"loss": {line["loss"]}', '"loss": 1.5'))
-    [problem] = differences(first, resumed)
-    assert problem.startswith(f"step {STEPS} differs")
-    log.write_text(text)
-
-    [last] = resumed.glob(f"epoch_*_step_{STEPS}")
-    shutil.rmtree(last)
-    [earlier] = resumed.glob("epoch_*_step_4")
-    shutil.copytree(earlier, last)
-    problems = list(differences(first, resumed))
-    assert any(problem.startswith("model of the last checkpoints differs") for problem in problems)
-    assert any(problem.startswith("optimizer") for problem in problems)
-    assert any(problem.startswith("dataloader/") for problem in problems)

@@ -8,9 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.jobs import rank_manifest
-from automodel_ckpt.checkpoint.jobs.rank_manifest import environment
-from automodel_ckpt.checkpoint.parts.manifest import FORMAT_VERSION
+from automodel_ckpt.checkpoint.jobs import jobs
+from automodel_ckpt.checkpoint.parts.manifest import FORMAT_VERSION, environment
 from automodel_ckpt.checkpoint.saving import publisher
 from tests.support import ranks
 from tests.support.models import tiny
@@ -40,7 +39,7 @@ def main(directory: Path) -> None:
     # The fixtures do not name the machine that made them.
     publisher.environment = lambda: {"packages": environment()["packages"]}  # type: ignore[assignment]
     # A checkpoint that is so small has version 1 otherwise.
-    rank_manifest.MIN_TABLE_ROWS = 0
+    jobs.MIN_TABLE_ROWS = 0
     for model_save_format in FORMATS:
         root = directory / f"v{FORMAT_VERSION}_{model_save_format}"
         ranks.run(save_golden, 2, root, model_save_format)

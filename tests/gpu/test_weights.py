@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from automodel_ckpt.checkpoint.formats import read_ahead, reading
+from automodel_ckpt.checkpoint.formats import reading
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.parts.manifest import Tree
-from automodel_ckpt.checkpoint.saving.host_memory import lock_pages, unlock_pages
+from automodel_ckpt.checkpoint.saving.background import lock_pages, unlock_pages
 from automodel_ckpt.checkpoint.state.storable import blocks_of
 from automodel_ckpt.convert.open import open_weights
 from tests.support.gpu import both_devices, only_gpu
@@ -23,10 +23,9 @@ def test_blocks_of_any_tensor_have_the_values_of_the_file(
 ) -> None:
     # Larger than a block, by rows, within rows and within the last dimension; smaller; without dimensions; empty.
     shapes = [(700, 33), (3, 5, 4096), (9000,), (3, 2), (), (0, 4)]
-    monkeypatch.setattr(read_ahead, "_PARALLEL_FROM_BYTES", parallel_from)
-    monkeypatch.setattr(read_ahead, "_SERIAL_ELEMENTS", 1000)
-    for module in (read_ahead, reading):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(reading, "_PARALLEL_FROM_BYTES", parallel_from)
+    monkeypatch.setattr(reading, "_SERIAL_ELEMENTS", 1000)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 4096)
     torch.manual_seed(0)
     saved: dict[str, torch.Tensor] = {}
     targets: dict[str, torch.Tensor] = {}

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from automodel_ckpt.checkpoint.formats.description import DTYPES
 from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import described_archive
+from automodel_ckpt.checkpoint.state.storable import DTYPES
 
 
 def metadata_by_torch(tree: Tree, paths: dict[str, Any] | None) -> Metadata:

@@ -32,11 +32,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.threads import collector_paused
-from automodel_ckpt.checkpoint.formats.description import local_box
 from automodel_ckpt.checkpoint.formats.planning import Share, TreePlan
 from automodel_ckpt.checkpoint.formats.rank_files import ShardFiles, item_jobs, shard_jobs
-from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
-from automodel_ckpt.checkpoint.jobs.rank_manifest import (
+from automodel_ckpt.checkpoint.jobs.jobs import (
+    Chunk,
+    FileJob,
     RankManifest,
     finalize,
     merge_trees,
@@ -49,6 +49,7 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.saving.planner import Planner, shares_of_all
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveSettings, TreeSummary
+from automodel_ckpt.checkpoint.state.storable import local_box
 from tools.bench.harness import in_a_process, options_of, reset_peak, status_bytes
 from tools.support import table, write_block
 
@@ -117,10 +118,8 @@ def planned(rank: int, num_ranks: int, figures: Figures) -> tuple[SaveSettings, 
     run: Any = SimpleNamespace(path=Path(), root=Path())
     settings = SaveSettings(run, ranks, {}, CheckpointOptions())
     save = Save(layout.CheckpointName(20, 0))
-    save.plan.trees, save.plan.tied = trees, {"model": {}}
+    save.trees = trees
     started = time.process_time()
-    for tree in trees.values():
-        tree.flatten()
     save.descriptions = {name: tree.describe() for name, tree in trees.items()}
     proposal = Proposal({"rng": digest_of(b""), "loader": digest_of(b"")}, dp_rank=rank)
     for name, description in save.descriptions.items():
@@ -140,17 +139,13 @@ def planned(rank: int, num_ranks: int, figures: Figures) -> tuple[SaveSettings, 
 
 def rank_manifests(save: Save, num_ranks: int) -> Iterator[RankManifest]:
     """What each rank writes, without the bytes of the tensors."""
-    model, optimizer = save.plan.trees.values()
+    model, optimizer = save.trees.values()
     files = ShardFiles()
     for rank in range(num_ranks):
         written = RankManifest(rank)
         for tree in (model, optimizer):
-            written.trees[tree.name] = save.plan.layouts[tree.name].rank_tree()
-        jobs = [
-            *shard_jobs(model, rank, save.plan.layouts[model.name], files),
-            *item_jobs(optimizer, rank, save.plan.layouts[optimizer.name]),
-        ]
-        for job in jobs:
+            written.trees[tree.name] = tree.layout.rank_tree()
+        for job in (*shard_jobs(model, rank, files), *item_jobs(optimizer, rank)):
             _pretend_to_write(job, written)
         for name in ("rng", "dataloader"):
             file = f"{name}/{name}_dp_rank_{rank}.pt"
@@ -181,7 +176,7 @@ def measured(num_ranks: int, directory: Path) -> Figures:
     settings, save = planned(num_ranks // 2, num_ranks, figures)
     staging = commit.reserve(directory, "epoch_0_step_20")
     save.staging.path = staging
-    for tree in save.plan.trees.values():
+    for tree in save.trees.values():
         (staging / tree.directory).mkdir()
     for written in rank_manifests(save, num_ranks):
         data = written.to_bytes()
@@ -212,15 +207,13 @@ def load(checkpoint: Path, num_ranks: int) -> Figures:
     """Find the slices of one rank in a checkpoint; the seconds and the bytes of memory that this takes."""
     be_rank(num_ranks // 3, num_ranks)
     trees = trees_of(num_ranks)
-    for tree in trees.values():
-        tree.flatten()
     reset_peak()
     before = status_bytes("VmHWM")
     started = time.process_time()
     manifest = Manifest.read(checkpoint)
     found = 0
     for name, tree in trees.items():
-        for fqn, value in tree.flat().items():
+        for fqn, value in tree.flat.items():
             if isinstance(value, torch.Tensor):
                 box = local_box(value)
                 assert box is not None

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from automodel_ckpt.checkpoint.formats import read_ahead, reading
+from automodel_ckpt.checkpoint.formats import reading
 from tools.crash.syscalls import Call, Stopped, listen
 
 NUM_RANKS = 2
@@ -222,8 +222,12 @@ def _serve(rank: int, directory: str, link: Connection, is_watched: bool) -> NoR
 def _read_small_files_with_threads() -> None:
     """The files of the campaigns have a few KB: read them as large ones, in several blocks, with threads."""
     limits: dict[Any, dict[str, Any]] = {
-        read_ahead: {"BLOCK_BYTES": 256, "_SERIAL_ELEMENTS": 5},
-        reading: {"BLOCK_BYTES": 256, "_LARGE_RUN_BYTES": 1, "num_threads": lambda nbytes: 3},
+        reading: {
+            "BLOCK_BYTES": 256,
+            "_SERIAL_ELEMENTS": 5,
+            "_LARGE_RUN_BYTES": 1,
+            "_num_threads": lambda nbytes: 3,
+        },
     }
     for module, values in limits.items():
         for name, value in values.items():

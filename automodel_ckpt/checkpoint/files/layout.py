@@ -1,8 +1,9 @@
-"""The names in a run directory and in a checkpoint: making and parsing them. Pure functions, without file access."""
+"""The names in a run directory and in a checkpoint: making and parsing them, without file access."""
 
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,7 @@ def superseded_name(name: str, number: int) -> str:
 
 def is_superseded(name: str) -> bool:
     """Whether this is the name of an abandoned checkpoint."""
-    return _SUPERSEDED.fullmatch(name) is not None
+    return name_before(name) is not None
 
 
 def name_before(superseded: str) -> str | None:
@@ -164,7 +165,7 @@ def staging_name(name: str, unique: str) -> str:
 
 def is_staging(name: str) -> bool:
     """Whether this is the name of a staging directory."""
-    return _STAGING.fullmatch(name) is not None
+    return staged_name(name) is not None
 
 
 def staged_name(name: str) -> str | None:
@@ -184,9 +185,9 @@ def is_export_leftover(name: str) -> bool:
     return export_of(name) is not None
 
 
-def trash_name(unique: str) -> str:
-    """Return the name of a directory that is being removed; *unique* is 32 hexadecimal digits."""
-    return f".trash-{unique}"
+def trash_name() -> str:
+    """Return a new name of a directory that is being removed."""
+    return f".trash-{uuid.uuid4().hex}"
 
 
 def is_trash(name: str) -> bool:
@@ -194,9 +195,9 @@ def is_trash(name: str) -> bool:
     return _TRASH.fullmatch(name) is not None
 
 
-def link_name(unique: str) -> str:
-    """Return the temporary name of a user's link that is being changed; *unique* is 32 hexadecimal digits."""
-    return f".link-{unique}"
+def link_name() -> str:
+    """Return a new temporary name of a user's link that is being changed."""
+    return f".link-{uuid.uuid4().hex}"
 
 
 def is_link_name(name: str) -> bool:

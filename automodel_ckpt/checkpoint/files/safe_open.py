@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict
+from automodel_ckpt.checkpoint.files.type_aliases import MAX_DIMENSIONS, Shape, ValueDict
 
 # A file of this size that takes less than a part of it on the disk was made to be slow to read, not by a save.
 SPARSE_FROM_BYTES = 128 << 20
@@ -75,6 +75,13 @@ def read_safely(root: Path, path: str, *, limit: int | None = None) -> bytes:
         return file.read()
 
 
+def read_range(root: Path, path: str, start: int, nbytes: int) -> bytes:
+    """Read bytes of the regular file *path* below *root*; fewer at its end. Raises OSError as :func:`open_safely`."""
+    with os.fdopen(open_safely(root, path), "rb") as file:
+        file.seek(start)
+        return file.read(nbytes)
+
+
 def read_model_file(directory: Path, path: str, *, limit: int | None = None) -> bytes:
     """Read the regular file *path* of the model in *directory*, for all files that are copied or described.
 
@@ -107,16 +114,9 @@ def model_file(directory: Path, path: str) -> Path:
 
 def begins_with(root: Path, path: str, content: bytes) -> bool:
     """Return whether the regular file *path* below *root* begins with *content*; False if it cannot be read."""
-    try:
-        descriptor = open_safely(root, path)
-    except OSError:
-        return False
-    try:
-        return os.pread(descriptor, len(content), 0) == content
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        return read_range(root, path, 0, len(content)) == content
+    return False
 
 
 def link_on_the_way(root: Path, path: str) -> str | None:
@@ -231,8 +231,6 @@ def parsed_bytes(data: bytes) -> int:
 
 
 MAX_INTEGER = 2**63 - 1
-MAX_DIMENSIONS = 64
-"""Of a tensor in a file."""
 _MAX_PLAIN_DEPTH = 8
 
 

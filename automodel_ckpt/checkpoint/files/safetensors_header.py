@@ -17,9 +17,9 @@ from typing import NamedTuple, NoReturn
 
 from automodel_ckpt.base.other_weights import LFS_HINT, POINTER
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.files.safe_open import MAX_DIMENSIONS, open_safely, parse_json
-from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict, Texts
-from automodel_ckpt.checkpoint.parts.slices import counts, nbytes_of, shape_fault
+from automodel_ckpt.checkpoint.files.safe_open import open_safely, parse_json
+from automodel_ckpt.checkpoint.files.type_aliases import MAX_DIMENSIONS, Shape, TextDict, Texts
+from automodel_ckpt.checkpoint.parts.slices import Slice, counts, nbytes_of, shape_fault
 from automodel_ckpt.errors import unusable
 
 # The safetensors library's own limit; a file with more would not load anywhere.
@@ -27,6 +27,8 @@ _WHAT = "not a usable safetensors file"
 MAX_HEADER_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
 _LENGTH_BYTES = 8
+# A sector (files/durable_file.py): O_DIRECT reads and cloned blocks must begin at one.
+_ALIGN = 4096
 
 
 class TensorEntry(NamedTuple):
@@ -83,14 +85,11 @@ def read_header_safely(
 
 
 def build_header(
-    entries: Sequence[tuple[str, str, Sequence[int]]],
-    metadata: Texts,
-    *,
-    align: int = 4096,
+    entries: Sequence[tuple[str, str, Sequence[int]]], metadata: Texts
 ) -> tuple[bytes, dict[str, int]]:
     """Header bytes for tensors ``(fqn, dtype, shape)`` stored in that order, and each one's absolute start.
 
-    The header is padded with spaces so that the data section begins at a multiple of *align* bytes. Raises ValueError
+    The header is padded with spaces so that the data section begins at a multiple of 4096 bytes. Raises ValueError
     for a name given twice and for a header over the format's limit.
     """
     document: dict[str, object] = {METADATA_KEY: dict(metadata)} if metadata else {}
@@ -102,12 +101,24 @@ def build_header(
         document[fqn] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         relative[fqn], at = at, end
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-    data_start = -(-(_LENGTH_BYTES + len(text)) // align) * align
+    data_start = -(-(_LENGTH_BYTES + len(text)) // _ALIGN) * _ALIGN
     length = data_start - _LENGTH_BYTES
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"the header takes {length} bytes, the format allows {MAX_HEADER_BYTES}")
     header = length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
     return header, {fqn: data_start + start for fqn, start in relative.items()}
+
+
+def shard_header(slices: Sequence[tuple[Slice, Shape]]) -> tuple[bytes, dict[str, int]]:
+    """As :func:`build_header`, for a shard with these slices in this order, each with the shape of its tensor."""
+    # The keys of torch/distributed/checkpoint/_hf_utils.py; global_shape is an addition.
+    sharding = {
+        stored.fqn: {"saved_offsets": list(stored.offsets), "global_shape": list(shape)}
+        for stored, shape in slices
+    }
+    info = json.dumps(sharding, separators=(",", ":"))
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": info}
+    return build_header([(each.fqn, each.dtype, each.sizes) for each, _ in slices], metadata)
 
 
 def _header_length(prefix: bytes, file_bytes: int) -> int:

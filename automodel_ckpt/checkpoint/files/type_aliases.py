@@ -11,6 +11,8 @@ AnyPath = str | os.PathLike[str]
 
 Shape = tuple[int, ...]
 """Numbers by dimension, the outermost first: the extents of a tensor or of a box, or a position in it."""
+MAX_DIMENSIONS = 64
+"""The most dimensions of a shape in a file."""
 
 Values = Mapping[str, Any]
 """Values by name, such as the content of config.json, the options of an optimizer, or a state dict."""

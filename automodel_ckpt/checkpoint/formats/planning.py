@@ -1,39 +1,207 @@
 """The plan of a tree on one rank: which of its slices and values this rank writes.
 
-Each rank describes its tensors (``description.py``), and all ranks compute the same assignment from the descriptions.
+Each rank describes its tensors without their slices, so that ranks with equal descriptions need not exchange them: a
+DTensor's slices on all ranks follow from its mesh, placements and shape. Meshes with ranks in another order than
+torch's own have no such formula, and are rejected. The description contains no number of a rank: those that differ
+between ranks, the first ranks of the meshes, are separate. All ranks compute the same assignment from the descriptions.
 Where several ranks have the same slice, one of them writes it. Slices are distributed so that the ranks write about the
 same number of bytes. The work grows with the number of tensors, not with the number of slices.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from automodel_ckpt.checkpoint.export.plan import OutputFile
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.durable_file import digest_of
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict, Texts, ValueDict, Values
-from automodel_ckpt.checkpoint.formats.description import TreeDescription, describe, local_tensor
-from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, FileJob
-from automodel_ckpt.checkpoint.jobs.rank_manifest import RankTree
-from automodel_ckpt.checkpoint.parts.sharding import RegularSlices, Sharding, smallest_split
-from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorMap, nbytes_of
+from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, FileJob, RankTree
+from automodel_ckpt.checkpoint.parts.slice_table import PLEASE_REPORT
+from automodel_ckpt.checkpoint.parts.slices import (
+    RegularSlices,
+    Sharding,
+    Tensor,
+    TensorMap,
+    nbytes_of,
+    smallest_split,
+)
 from automodel_ckpt.checkpoint.parts.tree import Blob
-from automodel_ckpt.checkpoint.state.storable import blocks_of, flat_bytes, raw_bytes, saved
+from automodel_ckpt.checkpoint.state.storable import (
+    DTYPE_CODES,
+    blocks_of,
+    flat_bytes,
+    is_sharded,
+    local_box,
+    local_tensor,
+    raw_bytes,
+    saved,
+)
 from automodel_ckpt.errors import SaveFailed
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.formats.description import Described, Mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
-_Family = tuple[tuple[int, ...], "Mesh | None", Any]
+Split = tuple[tuple[int, tuple[int, ...]], ...]
+"""For each partitioned dimension of a tensor, the mesh dimensions that partition it (``sharding.Sharding``)."""
+
+
+class Mesh(NamedTuple):
+    """A device mesh without its first rank: its sizes, and the distance of neighbors in each dimension."""
+
+    sizes: Shape
+    strides: Shape
+
+
+class Described(NamedTuple):
+    """A tensor: a safetensors dtype, the global shape, its mesh and how that partitions it.
+
+    *mesh* is None for a tensor that each rank has as a whole.
+    """
+
+    dtype: str
+    shape: Shape
+    mesh: Mesh | None
+    split: Split
+
+
+@dataclass(frozen=True, slots=True)
+class TreeDescription:
+    """A rank's tensors, and names of values.
+
+    *paths* are the keys of each name in the nested state dict, *kinds* the kinds of the tensors that do not train.
+    *origins* has the first rank of each mesh, and is the only part that depends on the rank.
+    """
+
+    tensors: Mapping[str, Described]
+    values: tuple[str, ...]
+    paths: Mapping[str, tuple[Any, ...]]
+    kinds: Texts
+    origins: Mapping[Mesh, int]
+
+    def digest(self) -> str:
+        """The digest of everything except the origins."""
+        # Not pickle: equal values can have different pickles, by the identity of the objects in
+        # them.
+        content = [self.tensors, self.values, list(self.paths.items()), self.kinds]
+        return digest_of(json.dumps(content, separators=(",", ":")).encode())
+
+
+def describe(
+    state: Values,
+    paths: Mapping[str, tuple[Any, ...]],
+    kinds: Texts,
+) -> TreeDescription:
+    """Describe a flat state dict of tensors that can be stored. Those on a mesh without this rank are left out.
+
+    Raises :class:`SaveFailed` for a mesh with its ranks in another order than torch's own.
+    """
+    tensors = {}
+    values = []
+    meshes = _Meshes()
+    for fqn, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            values.append(fqn)
+        elif not is_sharded(value):
+            tensors[fqn] = Described(DTYPE_CODES[value.dtype], tuple(value.shape), None, ())
+        elif value.device_mesh.get_coordinate() is not None:
+            tensors[fqn] = meshes.describe(fqn, value)
+    return TreeDescription(tensors, tuple(values), paths, kinds, meshes.origins)
+
+
+class _Meshes:
+    """The meshes of a rank's tensors. Parameters and their optimizer state have the same: each is analyzed once."""
+
+    def __init__(self) -> None:
+        self.origins: dict[Mesh, int] = {}
+        self._known: dict[tuple[Any, ...], tuple[Mesh, Split]] = {}
+
+    def describe(self, fqn: str, tensor: DTensor) -> Described:
+        """Describe the tensor *fqn*."""
+        shape = tuple(tensor.shape)
+        key = (id(tensor.device_mesh), tensor.placements, shape)
+        if key not in self._known:
+            ranks = tensor.device_mesh.mesh.numpy()
+            mesh, first = _mesh_of(ranks), int(ranks.flat[0])
+            split = None if mesh is None else _verified_split(tensor, mesh)
+            # With two meshes of one form on this rank, the origins would name only one of them.
+            if mesh is None or split is None or self.origins.setdefault(mesh, first) != first:
+                raise SaveFailed(
+                    "a tensor is divided among the ranks of a mesh in an order that a checkpoint cannot store",
+                    where=fqn,
+                    value=f"{tensor.device_mesh}, {tensor.placements}",
+                    hint="create the mesh with init_device_mesh",
+                )
+            self._known[key] = mesh, split
+        return Described(DTYPE_CODES[tensor.dtype], shape, *self._known[key])
+
+
+def _mesh_of(ranks: Any) -> Mesh | None:
+    """The sizes and strides of a mesh; None where its ranks have irregular numbers."""
+    first = ranks.flat[0]
+    strides = [
+        int(np.take(ranks, min(1, size - 1), axis=dim).flat[0] - first)
+        for dim, size in enumerate(ranks.shape)
+    ]
+    expected = first
+    for index, stride in zip(np.indices(ranks.shape, sparse=True), strides, strict=True):
+        expected = expected + index * stride
+    if min(strides, default=0) < 0 or not np.array_equal(ranks, expected):
+        return None
+    return Mesh(tuple(map(int, ranks.shape)), tuple(strides))
+
+
+def _verified_split(tensor: DTensor, mesh: Mesh) -> Split | None:
+    """The split of a tensor; None where it gives another box for this rank than PyTorch does."""
+    shape = tuple(tensor.shape)
+    if 0 in shape:
+        return ()  # One rank stores an empty tensor.
+    split = _split_of(tensor.placements)
+    sharding, _ = smallest_split(*mesh, split)
+    if sharding.fault() is not None:
+        return None
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    used = sorted(mesh_dim for _, mesh_dims in split for mesh_dim in mesh_dims)
+    box = sharding.box(shape, tuple(coordinate[mesh_dim] for mesh_dim in used))
+    expected = local_box(tensor)
+    assert expected is not None
+    are_empty = expected.numel == box.numel == 0
+    return split if are_empty or box == expected else None
+
+
+def _split_of(placements: Iterable[Placement]) -> Split:
+    """The mesh dimensions that partition each dimension of a tensor, the outermost first."""
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    split: dict[int, list[int]] = {}
+    strided = set()
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, _StridedShard):
+            strided.add(placement.dim)
+        if isinstance(placement, Shard | _StridedShard):
+            split.setdefault(placement.dim, []).append(mesh_dim)
+    for dim in strided:
+        # It divides what the mesh dimensions after it leave: FSDP after tensor parallelism.
+        split[dim].reverse()
+    return tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(split.items()))
+
+
+# ---------------------------------------------------------------- assignment
+
+
+_Family = tuple[tuple[int, ...], Mesh | None, Any]
 """Tensors with the same replicas: numbers of the shares that have them, their mesh, and how it partitions them."""
 
 
@@ -136,7 +304,7 @@ def _replicas(
             "some ranks of a device mesh do not have a tensor that the others have",
             where=tree,
             value=f"mesh {list(mesh.sizes)}, first rank {min(members)}",
-            hint="every rank of a DTensor's mesh must save the tensor; please report this",
+            hint=PLEASE_REPORT,
         )
     return sharding, firsts
 
@@ -191,10 +359,16 @@ def _balanced(
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """The regular tensors of a tree and their copies, by name. Those in a part have the order of a rank's file."""
+    """The regular tensors of a tree and their copies, by name. Those in a part have the order of a rank's file.
 
-    tensors: TensorMap = dataclasses.field(default_factory=dict)
-    copies: TensorMap = dataclasses.field(default_factory=dict)
+    In Hugging Face files, which all ranks write together, they have positions in *files*. *copies_of* has the names of
+    a tensor's copies, by its FQN.
+    """
+
+    tensors: TensorMap = field(default_factory=dict)
+    copies: TensorMap = field(default_factory=dict)
+    files: tuple[OutputFile, ...] = ()
+    copies_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def of_rank(self, rank: int) -> Iterator[Tensor]:
         """Yield what *rank* writes of the tensors, in their order: each with one slice, which has no file yet.
@@ -216,19 +390,6 @@ class TreeLayout:
             rows[tensor.fqn] = tensor.slices.part, number
             placed = placed or tensor.slices.position is not None
         return RankTree(rows=rows, placed=placed)
-
-
-@dataclass(frozen=True, slots=True)
-class FileLayout:
-    """The files of a *directory*, and all tensors and their copies at their positions in the files.
-
-    *copies_of* has the names of a tensor's copies, by its FQN.
-    """
-
-    directory: str
-    files: tuple[OutputFile, ...]
-    tree: TreeLayout
-    copies_of: Mapping[str, tuple[str, ...]]
 
 
 def ordered(tensors: Iterable[Tensor], part_of: Callable[[str], int] = lambda fqn: 0) -> TreeLayout:
@@ -268,25 +429,32 @@ class TreePlan:
 
     name: str
     directory: str
-    state_dict: ValueDict
+    state_dict: InitVar[ValueDict]
     nested: bool
-    kinds: Texts = dataclasses.field(default_factory=dict)
-    paths: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    assignment: Assignment = dataclasses.field(default_factory=Assignment)
-    _flat: ValueDict = dataclasses.field(default_factory=dict)
+    kinds: Texts = field(default_factory=dict)
+    tied: Texts = field(default_factory=dict)
+    """Each name of a module's tensor that is stored under another name, to that name."""
+    paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    assignment: Assignment = field(default_factory=Assignment)
+    format: str = ""
+    """The format, by the name that the manifest gives it."""
+    layout: TreeLayout = field(default_factory=TreeLayout)
+    metadata: bytes = b""
+    """DCP's ``.metadata``, which depends on the plan only. Rank 0 adds it when it publishes."""
+    flat: Values = field(default_factory=dict)
+    """The state dict in one level. A later save replaces it by one with the same names and shapes."""
 
-    def flatten(self) -> Values:
-        """Flatten *nested* state dicts (of optimizers) into one level. Returns :meth:`flat`."""
-        self._flat = self.state_dict
+    def __post_init__(self, state_dict: ValueDict) -> None:
+        """Flatten *nested* state dicts (of optimizers) into one level."""
+        self.flat = state_dict
         if self.nested:
             from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-            self._flat, self.paths = flatten_state_dict(self.state_dict)
-        return self._flat
+            self.flat, self.paths = flatten_state_dict(state_dict)
 
     def describe(self) -> TreeDescription:
-        """Describe this rank's state. Call :meth:`flatten` first."""
-        return describe(self._flat, self.paths, self.kinds)
+        """Describe this rank's state."""
+        return describe(self.flat, self.paths, self.kinds)
 
     def assign(self, shares: Sequence[Share]) -> None:
         """Assign each slice, and each value that is not a tensor, to exactly one rank.
@@ -296,11 +464,15 @@ class TreePlan:
         self.assignment = assign(self.name, shares)
         self.paths, self.kinds = self.assignment.paths, self.assignment.kinds
 
-    def values(self, rank: int) -> Iterator[tuple[str, bytes]]:
-        """The values *rank* writes that are no tensors, as ``torch.save`` writes them."""
+    def values(self, rank: int, file: str) -> tuple[list[Chunk], int]:
+        """The chunks of the values that *rank* writes at the start of *file*, and their end. They are no tensors."""
+        chunks, end = [], 0
         for fqn, writer in self.assignment.values.items():
             if writer == rank:
-                yield fqn, bytes(saved(self._flat[fqn]))
+                data = bytes(saved(self.flat[fqn]))
+                chunks.append(Chunk(end, data, Blob(fqn, file, end, len(data), "")))
+                end += len(data)
+        return chunks, end
 
     def fetch(self, tensor: Tensor) -> Fetch:
         """The data of the slice of *tensor* (of :meth:`TreeLayout.of_rank`), to be fetched when it is written."""
@@ -310,24 +482,15 @@ class TreePlan:
     def _local_data(self, fqn: str, sizes: Shape) -> torch.Tensor:
         """The local data of a slice of shape *sizes*, on its device, from the present state dict."""
         # Looked up at each save: a kept plan must see parameters that were replaced.
-        value = self._flat[fqn]
+        value = self.flat[fqn]
         local = local_tensor(value)
         if local.requires_grad:
             local = local.detach()
         return local if local.shape == sizes else local.reshape(sizes)
 
-    def flat(self) -> Values:
-        """The planned state dict, flattened."""
-        return self._flat
-
-    def set_values(self, state: Values) -> None:
-        """Fetch the values from *state* from now on: a flat state dict with the same names and shapes."""
-        self._flat = dict(state)
-
     def release_values(self) -> None:
         """Drop the references to the state, so that what training replaces is freed. The plan stays usable."""
-        self.set_values({})
-        self.state_dict = {}
+        self.flat = {}
 
 
 def located(tensor: Tensor, file: str, start: int) -> Tensor:
@@ -341,9 +504,6 @@ def located(tensor: Tensor, file: str, start: int) -> Tensor:
 def values_job(plan: TreePlan, rank: int) -> Iterator[FileJob]:
     """The job for a module's values that are not tensors (``get_extra_state``), in a separate file."""
     file = layout.objects_file(plan.directory, rank)
-    chunks, start = [], 0
-    for fqn, data in plan.values(rank):
-        chunks.append(Chunk(start, data, Blob(fqn, file, start, len(data), "")))
-        start += len(data)
+    chunks, _ = plan.values(rank, file)
     if chunks:
         yield FileJob(file, chunks, plan.name)

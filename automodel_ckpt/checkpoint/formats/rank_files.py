@@ -30,20 +30,26 @@ import numpy as np
 from automodel_ckpt.checkpoint.export.plan import BaseMaps, make_plan
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.safetensors_header import shard_header
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, Texts
 from automodel_ckpt.checkpoint.formats.planning import (
-    FileLayout,
     TreeLayout,
     TreePlan,
     located,
     ordered,
     values_job,
 )
-from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
-from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices, Sharding
-from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorDict, is_one_run, nbytes_of
-from automodel_ckpt.checkpoint.parts.tree import Blob, Tree
-from automodel_ckpt.checkpoint.parts.verify import Entry, shard_header
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, archive_chunks
+from automodel_ckpt.checkpoint.parts.slices import (
+    Position,
+    RegularSlices,
+    Sharding,
+    Tensor,
+    TensorDict,
+    is_one_run,
+    nbytes_of,
+)
+from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import Columns, DcpLocation, DcpMetadata
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import described_archive
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
@@ -105,16 +111,14 @@ def _width(tensor: Tensor) -> int:
     return -DTYPE_BITS[tensor.dtype]
 
 
-def shard_jobs(
-    plan: TreePlan, rank: int, tree_layout: TreeLayout, files: ShardFiles
-) -> Iterator[FileJob]:
-    """The jobs of *rank* for a tree, which has this layout."""
+def shard_jobs(plan: TreePlan, rank: int, files: ShardFiles) -> Iterator[FileJob]:
+    """The jobs of *rank* for a tree, which has a layout."""
     by_file: dict[_FileKey, list[Tensor]] = {}
-    for tensor in tree_layout.of_rank(rank):
+    for tensor in plan.layout.of_rank(rank):
         by_file.setdefault(files.key(tensor.fqn), []).append(tensor)
     for key, tensors in by_file.items():
         file = files.name(plan.directory, rank, key)
-        header, starts = shard_header([_header_entry(tensor) for tensor in tensors])
+        header, starts = shard_header([(each.slices[0], each.shape) for each in tensors])
         chunks = [Chunk(0, header)]
         nbytes = len(header)
         for tensor in tensors:
@@ -123,11 +127,6 @@ def shard_jobs(
             nbytes += entry.slices[0].nbytes
         yield FileJob(file, chunks, plan.name, nbytes, reusable=key[1] != _TRAINED)
     yield from values_job(plan, rank)
-
-
-def _header_entry(tensor: Tensor) -> Entry:
-    (stored,) = tensor.slices
-    return tensor.fqn, tensor.dtype, stored.offsets, stored.sizes, tensor.shape
 
 
 # ---------------------------------------------------------------- torch_save
@@ -141,25 +140,16 @@ def lay_out_items(plan: TreePlan) -> TreeLayout:
     return ordered(plan.assignment.tensors.values())
 
 
-def item_jobs(plan: TreePlan, rank: int, tree_layout: TreeLayout) -> Iterator[FileJob]:
-    """The jobs of *rank* for a tree, which has this layout."""
+def item_jobs(plan: TreePlan, rank: int) -> Iterator[FileJob]:
+    """The jobs of *rank* for a tree, which has a layout."""
     file = layout.distcp_file(plan.directory, rank)
-    chunks = []
-    end = 0
-    for fqn, data in plan.values(rank):
-        chunks.append(Chunk(end, data, Blob(fqn, file, end, len(data), "")))
-        end += len(data)
-    for tensor in tree_layout.of_rank(rank):
+    chunks, end = plan.values(rank, file)
+    for tensor in plan.layout.of_rank(rank):
         (stored,) = tensor.slices
         archive = described_archive(tensor.dtype, stored.sizes)
-        # Head, data, tail: an archive of torch.save around the tensor's raw bytes.
-        data_start = end + len(archive.head)
-        tail_start = data_start + stored.nbytes
-        entry = located(tensor, file, data_start)
-        chunks.append(Chunk(end, archive.head))
-        chunks.append(Chunk(data_start, plan.fetch(tensor), entry))
-        chunks.append(Chunk(tail_start, archive.tail))
-        end = tail_start + len(archive.tail)
+        entry = located(tensor, file, end + len(archive.head))
+        chunks += archive_chunks(archive.head, archive.tail, plan.fetch(tensor), entry)
+        end += len(archive.head) + stored.nbytes + len(archive.tail)
     yield FileJob(file, chunks, plan.name, end)
 
 
@@ -263,8 +253,8 @@ def _add_tensors(metadata: DcpMetadata, plan: TreePlan, table: SliceTable) -> No
 HF = "hf"
 
 
-def lay_out_hf(plan: TreePlan, directory: str, maps: BaseMaps, tied: Texts) -> FileLayout:
-    """The files of an assigned plan in *directory*. Each tensor keeps its dtype.
+def lay_out_hf(plan: TreePlan, maps: BaseMaps, tied: Texts) -> TreeLayout:
+    """The files of an assigned plan. Each tensor keeps its dtype.
 
     *tied* and *maps*, which have no dtypes, decide names, tying and split as in an export (:func:`make_plan`). Raises
     :class:`SaveFailed` where names or shapes differ from the base.
@@ -273,14 +263,16 @@ def lay_out_hf(plan: TreePlan, directory: str, maps: BaseMaps, tied: Texts) -> F
     # here may depend on the rank or on the order of a set.
     tensors = plan.assignment.tensors
     try:
-        files = make_plan(tensors, tied, maps, where=directory).files
+        files = make_plan(tensors, tied, maps, where=plan.directory).files
     except CheckpointUnusable as error:
         raise SaveFailed.all_of(error.problems) from error
     positions: dict[str, dict[str, Position]] = {}
     for file in files:
         for exported, start in file.placed():
             fqn = exported.stored.fqn
-            where = Position(f"{directory}/{file.name}", start, not _is_contiguous(tensors[fqn]))
+            where = Position(
+                f"{plan.directory}/{file.name}", start, not _is_contiguous(tensors[fqn])
+            )
             positions.setdefault(fqn, {})[exported.fqn] = where
     own = {}
     copies: TensorDict = {}
@@ -292,7 +284,7 @@ def lay_out_hf(plan: TreePlan, directory: str, maps: BaseMaps, tied: Texts) -> F
             own[fqn] = _positioned(tensor, fqn, positions[fqn][first])
             copies |= {key: _positioned(tensor, key, positions[fqn][key]) for key in others}
             copies_of[fqn] = tuple(others)
-    return FileLayout(directory, files, TreeLayout(own, copies), copies_of)
+    return TreeLayout(own, copies, files, copies_of)
 
 
 def _positioned(tensor: Tensor, name: str, position: Position) -> Tensor:
@@ -314,14 +306,15 @@ def _is_contiguous(tensor: Tensor) -> bool:
     return is_one_run(sharding.box(tensor.shape, (0,) * len(sharding.mesh)), tensor.shape)
 
 
-def hf_jobs(plan: TreePlan, rank: int, file_layout: FileLayout) -> Iterator[FileJob]:
-    """The jobs of *rank* for a tree; rank 0 creates the files."""
+def hf_jobs(plan: TreePlan, rank: int) -> Iterator[FileJob]:
+    """The jobs of *rank* for a tree, which has a layout; rank 0 creates the files."""
+    layout = plan.layout
     chunks: dict[str, list[Chunk]] = {}
-    for tensor in file_layout.tree.of_rank(rank):
+    for tensor in layout.of_rank(rank):
         # Fetched once, however many positions it has.
         data = plan.fetch(tensor)
-        copies = [file_layout.tree.copies[key] for key in file_layout.copies_of[tensor.fqn]]
-        for target in (file_layout.tree.tensors[tensor.fqn], *copies):
+        copies = [layout.copies[key] for key in layout.copies_of[tensor.fqn]]
+        for target in (layout.tensors[tensor.fqn], *copies):
             stored = _regular(target).of_rank(rank)
             assert stored is not None
             entry = replace(target, slices=(stored,))
@@ -329,8 +322,8 @@ def hf_jobs(plan: TreePlan, rank: int, file_layout: FileLayout) -> Iterator[File
             chunks.setdefault(stored.file, []).append(
                 Chunk(stored.start, data, entry, is_copy=is_copy)
             )
-    for file in file_layout.files:
-        path = f"{file_layout.directory}/{file.name}"
+    for file in layout.files:
+        path = f"{plan.directory}/{file.name}"
         mine = sorted(chunks.get(path, ()), key=lambda chunk: chunk.start)
         # Rank 0 writes every header, also of a file in which it has no slice.
         if rank == 0:

@@ -1,16 +1,21 @@
 """Read a tree: a rank reads the parts of slices that it needs, into the memory of its tensors.
 
-Large ones are read in blocks, by several threads (``read_ahead.py``).
-
 Used for all formats, because the manifest has the position of every slice's raw bytes. Pickles are read only for
-values that are not tensors, by a reader of plain data (``files/pickle_reader.py``).
+values that are not tensors, by a reader of plain data (``pickles/pickle_reader.py``).
+
+Several threads read blocks of large tensors. One thread copies a few GB/s from the page cache, and a copy to a GPU from
+ordinary memory waits for the driver's buffers. Here, the blocks of tensors on a GPU are read into page-locked memory,
+from which the GPU copies them while the next ones are read. The memory is used again for later blocks: the kernel
+clears each new page, which takes as long as reading it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,21 +24,8 @@ import torch
 
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
+from automodel_ckpt.checkpoint.files.threads import CallingThread, cores_of_rank, started_pool
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
-from automodel_ckpt.checkpoint.formats.description import (
-    DTYPE_CODES,
-    DTYPES,
-    is_sharded,
-    local_box,
-    local_tensor,
-)
-from automodel_ckpt.checkpoint.formats.read_ahead import (
-    BLOCK_BYTES,
-    convert,
-    num_threads,
-    read_all,
-    send,
-)
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,
     Run,
@@ -43,12 +35,123 @@ from automodel_ckpt.checkpoint.parts.slices import (
     intersection,
     nbytes_of,
     overlap,
+    whole_box,
 )
 from automodel_ckpt.checkpoint.parts.tree import Blob, Tree
+from automodel_ckpt.checkpoint.state.storable import (
+    DTYPE_CODES,
+    DTYPES,
+    is_sharded,
+    local_box,
+    local_tensor,
+    page_locked,
+)
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.tensors.box_reader import map_slice
 from automodel_ckpt.checkpoint.tensors.float_cast import storage_dtype
 from automodel_ckpt.errors import CheckpointUnusable, unusable
+
+BLOCK_BYTES = 4 << 20
+"""Most bytes of a block that go through memory of the host."""
+_MOST_THREADS = 8
+_PARALLEL_FROM_BYTES = 32 << 20
+"""From here on, threads save more time than it takes to start them."""
+
+_SERIAL_ELEMENTS = (32 << 10) - 1
+"""torch divides work among its threads from 32 Ki elements on (``at::internal::GRAIN_SIZE``)."""
+
+
+def _num_threads(nbytes: int) -> int:
+    """How many threads of this process read *nbytes*: 1 if these are few. The ranks of a node share its cores."""
+    if nbytes < _PARALLEL_FROM_BYTES:
+        return 1
+    # With two, one reads while the other one waits for a disk, even on a single core.
+    return max(2, min(_MOST_THREADS, cores_of_rank()))
+
+
+def _read_all(blocks: Iterable[_Block], threads: int, *, to_gpu: bool) -> None:
+    """Read *blocks* and put them into their tensors, in order. Returns after all copies.
+
+    *threads* read; with 1, or if the process cannot start threads, the calling thread does. At most ``2 * threads *
+    BLOCK_BYTES`` of memory are used, which are page-locked *to_gpu*. Raises the error of the first block that has one.
+    """
+    num_slots = 2 * threads
+    # Memory that nothing is read into is not used. With 8 threads it has the size that torch keeps for the two buffers
+    # of saves.
+    size = num_slots * BLOCK_BYTES
+    staging = page_locked(size) if to_gpu else torch.empty(size, dtype=torch.uint8, device="cpu")
+    # Copies to GPUs, by the slot of memory that they may still read.
+    events: list[list[torch.cuda.Event]] = [[] for _ in range(num_slots)]
+    calling_thread = CallingThread()
+    pool = (started_pool(threads, "read") if threads > 1 else None) or calling_thread
+    waiting: deque[tuple[_Block, torch.Tensor, int, Future[None]]] = deque()
+
+    def finish_first() -> None:
+        block, memory, slot, reading = waiting.popleft()
+        reading.result()
+        for device in block.put(memory):
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            events[slot].append(event)
+
+    def await_copies(slot: int) -> None:
+        for event in events[slot]:
+            event.synchronize()
+        events[slot].clear()
+
+    try:
+        for number, block in enumerate(blocks):
+            # Two fewer than there are slots: the GPU copies from the memory of one or two blocks while others are read.
+            if len(waiting) > num_slots - 2:
+                finish_first()
+            slot = number % num_slots
+            await_copies(slot)
+            start = slot * BLOCK_BYTES
+            memory = staging[start : start + block.staged_bytes]
+            # Errors of earlier blocks are raised before the error of the calling thread.
+            executor = pool if block.reads_elsewhere else calling_thread
+            reading = executor.submit(_read_block, block, memory, torch.is_inference_mode_enabled())
+            waiting.append((block, memory, slot, reading))
+        while waiting:
+            finish_first()
+    finally:
+        # Before the caller closes the files.
+        pool.end()
+        for slot in range(num_slots):
+            await_copies(slot)
+
+
+def _read_block(block: _Block, memory: torch.Tensor, is_inference: bool) -> None:
+    # Each thread has this mode separately, and only in it can tensors be changed that were created in it.
+    with torch.inference_mode(is_inference):
+        block.read(memory)
+
+
+def _convert(values: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy *values* into *target* of another type or layout, both on the CPU, without the threads of torch.
+
+    Between two copies, these would wait in loops, on the cores that other threads read with.
+    """
+    if values.numel() <= _SERIAL_ELEMENTS:
+        target.copy_(values)
+        return
+    sizes = tuple(values.shape)
+    for box in boxes(sizes, _SERIAL_ELEMENTS):
+        index = box.within(whole_box(sizes))
+        target[index].copy_(values[index])
+
+
+def _send(values: torch.Tensor, target: torch.Tensor) -> Sequence[torch.device]:
+    """Copy *values*, in memory of the host, into *target* on a device; returns the GPU that may not have finished."""
+    if not target.is_cuda:
+        target.copy_(values)
+        return ()
+    if target.dtype != values.dtype or not target.is_contiguous():
+        # torch would convert the values on the host, in new memory.
+        values = values.to(target.device, non_blocking=True)
+    target.copy_(values, non_blocking=True)
+    return (target.device,)
+
 
 _MOST_PARTS = 64
 """Most tensors of a block: in a model of many small ones, each thread has a few of them."""
@@ -96,7 +199,7 @@ class _Read(NamedTuple):
             yield self
             return
         itemsize = nbytes_of(self.stored.dtype, (1,))
-        origin = Box((0,) * len(self.wanted.sizes), self.wanted.sizes)
+        origin = whole_box(self.wanted.sizes)
         for box in boxes(self.wanted.sizes, BLOCK_BYTES // itemsize):
             offsets = tuple(a + b for a, b in zip(self.wanted.offsets, box.offsets, strict=True))
             target = self.target[box.within(origin)]
@@ -105,8 +208,9 @@ class _Read(NamedTuple):
 
     def runs(self) -> Iterator[Run]:
         """The runs of bytes of the box: in the slice, and in a buffer of the box's shape."""
-        whole_slice = Box((0,) * len(self.stored.sizes), self.stored.sizes)
-        yield from overlap(whole_slice, self.wanted, nbytes_of(self.stored.dtype, ()))
+        yield from overlap(
+            whole_box(self.stored.sizes), self.wanted, nbytes_of(self.stored.dtype, ())
+        )
 
     def byte_range(self) -> tuple[str, int, int]:
         """(file, start, end) of the bytes of the box. Gaps in them are included."""
@@ -174,12 +278,12 @@ def read_tree(
         ranges = [(blob.file, blob.start, blob.start + blob.nbytes) for _, blob in blobs]
         remote.expect([*ranges, *(read.byte_range() for read in reads)])
     # What is remote is read in order, by one thread.
-    threads = num_threads(sum(read.nbytes for read in reads)) if remote is None else 1
+    threads = _num_threads(sum(read.nbytes for read in reads)) if remote is None else 1
     to_gpu = any(read.target.is_cuda for read in reads)
     with _Files(checkpoint, remote) as files:
         for fqn, blob in blobs:
             state_dict[fqn] = _plain_value(files, blob, fqn)
-        read_all(_blocks(reads, files), threads, to_gpu=to_gpu)
+        _read_all(_blocks(reads, files), threads, to_gpu=to_gpu)
 
 
 def read_box(root: Path, tensor: Tensor, box: Box) -> torch.Tensor:
@@ -191,7 +295,7 @@ def read_box(root: Path, tensor: Tensor, box: Box) -> torch.Tensor:
     if box.numel:
         reads = sorted(_reads(tensor, values, box), key=lambda read: read.position)
         with _Files(root) as files:
-            read_all(_blocks(reads, files), 1, to_gpu=False)
+            _read_all(_blocks(reads, files), 1, to_gpu=False)
     return values
 
 
@@ -203,10 +307,9 @@ def _plain_value(files: _Files, blob: Blob, name: str) -> Any:
 
 def _reads(tensor: Tensor, local: torch.Tensor, box: Box) -> Iterator[_Read]:
     """Describe what to read of a stored tensor into *local*, its part *box*."""
-    zeros = (0,) * len(box.sizes)
     for stored in tensor.overlapping(box):
         if stored.sizes == box.sizes and stored.offsets == box.offsets:
-            yield _Read(stored, Box(zeros, box.sizes), stored.nbytes, local)
+            yield _Read(stored, whole_box(box.sizes), stored.nbytes, local)
             continue
         common = intersection(stored.box, box)
         assert common is not None
@@ -215,20 +318,24 @@ def _reads(tensor: Tensor, local: torch.Tensor, box: Box) -> Iterator[_Read]:
         yield _Read(stored, Box(offsets, common.sizes), nbytes, local[common.within(box)])
 
 
-def _blocks(reads: Iterable[_Read], files: _Files) -> Iterator[_Tensors]:
+def _blocks(reads: Iterable[_Read], files: _Files) -> Iterator[_Block]:
     """The blocks that are read together, in the order of *reads*."""
-    block = _Tensors(files)
+    block = _Block(files)
     for read in reads:
         for part in read.parts():
             if not block.has_room(part):
                 yield block
-                block = _Tensors(files)
+                block = _Block(files)
             block.add(part)
     yield block
 
 
-class _Tensors:
-    """Neighboring parts of tensors: a block of :mod:`~automodel_ckpt.checkpoint.formats.read_ahead`."""
+class _Block:
+    """Neighboring parts of tensors, which are read together.
+
+    :attr:`staged_bytes` is how much memory of the host :meth:`read` needs, at most BLOCK_BYTES. Another thread may call
+    it if :attr:`reads_elsewhere`.
+    """
 
     def __init__(self, files: _Files) -> None:
         self._files = files
@@ -258,21 +365,21 @@ class _Tensors:
                 self.reads_elsewhere = False
 
     def read(self, staging: torch.Tensor) -> None:
-        """Read the bytes of all parts."""
+        """Read the bytes of all parts. *staging*, a uint8 vector, gets what is not read in place."""
         for part in self._in_place:
             self._files.read_into(part, _memory_of(part.target))
         memory = staging.numpy().data
         for part, start in self._staged:
             self._files.read_into(part, memory[start : start + part.nbytes])
             if part.is_on_cpu:
-                convert(_values(part, start, staging), part.target)
+                _convert(_values(part, start, staging), part.target)
 
     def put(self, staging: torch.Tensor) -> set[torch.device]:
-        """Copy the parts for other devices into their tensors."""
+        """Copy the parts for other devices into their tensors; return the GPUs that may not have finished that."""
         devices: set[torch.device] = set()
         for part, start in self._staged:
             if not part.is_on_cpu:
-                devices.update(send(_values(part, start, staging), part.target))
+                devices.update(_send(_values(part, start, staging), part.target))
         return devices
 
 
@@ -330,9 +437,8 @@ class _Files:
                 values = map_slice(file, stored, dtype)
             except ValueError as error:
                 raise self._too_short(stored.file, stored.start) from error
-        whole = Box((0,) * len(stored.sizes), stored.sizes)
         target = np.frombuffer(memory, dtype).reshape(wanted.sizes)
-        target[...] = values[wanted.within(whole)]
+        target[...] = values[wanted.within(whole_box(stored.sizes))]
 
     def _read(self, file: str, memory: memoryview, start: int) -> None:
         if self._remote is not None:

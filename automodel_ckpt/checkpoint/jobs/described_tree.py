@@ -16,7 +16,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Shape
-from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, Data, FileJob
+from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, Data, FileJob, archive_chunks
 from automodel_ckpt.checkpoint.parts.slices import Tensor, boxes, whole_tensor
 from automodel_ckpt.checkpoint.parts.tree import Blob
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
@@ -64,12 +64,8 @@ class DescribedTree:
             archive = described_archive(dtype, shape)
             start = end + len(archive.head)
             tensor = whole_tensor(flat_name(path), dtype, shape, file, start)
-            tail_start = start + tensor.nbytes
-            # The manifest's entry has only the raw bytes, torch's reader gets the whole archive.
-            chunks.append(Chunk(end, archive.head))
-            chunks.append(Chunk(start, content, tensor))
-            chunks.append(Chunk(tail_start, archive.tail))
-            nbytes = tail_start + len(archive.tail) - end
+            chunks += archive_chunks(archive.head, archive.tail, content, tensor)
+            nbytes = len(archive.head) + tensor.nbytes + len(archive.tail)
             metadata.add_tensor(path, dtype, shape, DcpLocation(name, end, nbytes))
             end += nbytes
         yield FileJob(file, chunks, self.name, end)

@@ -19,11 +19,11 @@ from automodel_ckpt.base.python_child import CommandProcess, run_commands
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import METER
 from automodel_ckpt.checkpoint.files.threads import collector_paused
-from automodel_ckpt.checkpoint.jobs.jobs import run_all
-from automodel_ckpt.checkpoint.jobs.rank_manifest import (
+from automodel_ckpt.checkpoint.jobs.jobs import (
     RankManifest,
     finalize,
     read_rank_manifests,
+    run_all,
 )
 from automodel_ckpt.checkpoint.jobs.reuse import Previous
 from automodel_ckpt.checkpoint.parts import commit

@@ -235,9 +235,16 @@ def exchange(a: Path, b: Path) -> bool:
     return False
 
 
+def stamp(checkpoint: Path) -> tuple[int, int, int]:
+    """Return (inode, mtime in ns, bytes) of a checkpoint's manifest, to detect a replaced one. Raises OSError."""
+    # The inode counts because a copy can keep time and size.
+    found = os.lstat(checkpoint / layout.MANIFEST)
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 def withdraw(path: Path) -> Path:
     """Rename a checkpoint to a trash name and fsync the parent. Returns the trash directory for :func:`discard`."""
-    trash = path.with_name(layout.trash_name(uuid.uuid4().hex))
+    trash = path.with_name(layout.trash_name())
     os.rename(path, trash)
     # Durable before the files are deleted: a checkpoint that has its name must be whole.
     fsync_directory(path.parent)

@@ -33,6 +33,8 @@ _CLASSES: Mapping[Kind, type] = {
 }
 # File systems allow 255 bytes. Suffixes such as _global_rank_1023.pt need some of them.
 _MAX_NAME_BYTES = 200
+_RENAME = "rename one of them"
+ADD_TO_STATE = "add it to the state (as an attribute of a recipe)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,10 @@ def discover(recipe: object) -> ValueDict:
             continue
         if found.setdefault(name, value) is not value:
             raise RecipeError(
-                "two objects with state have the same name",
+                "two objects with state have the same name (keys of a dict are compared as text)",
                 where=f"attribute {name!r}",
                 value=f"{type(found[name]).__name__} and {type(value).__name__}",
-                hint="rename one of them (keys of a dict are compared as text)",
+                hint=_RENAME,
             )
     return found
 
@@ -162,11 +164,10 @@ def classify(state: Values) -> list[Item]:
         if item.kind == "lr_scheduler":
             if (owner := owners.get(id(item.value.optimizer))) is None:
                 raise RecipeError(
-                    "a learning-rate scheduler drives an optimizer that is not part of the saved state",
+                    "a learning-rate scheduler, which is not `untracked`, drives an optimizer that is not saved",
                     where=f"attribute {item.name!r}",
                     value=type(item.value.optimizer).__name__,
-                    hint="add the optimizer to the state (an attribute of a recipe), "
-                    f"or add {item.name!r} to `untracked` of the recipe",
+                    hint=ADD_TO_STATE,
                 )
             items[number] = replace(item, owner=owner)
     _check_places(items)
@@ -202,7 +203,7 @@ def _check_places(items: Iterable[Item]) -> None:
             continue
         what = f"two objects would be stored in the same place, {item.path}"
         where = f"attributes {other.name!r} and {item.name!r}"
-        problems.append(Problem(what, where, f"{other.kind} and {item.kind}", "rename one of them"))
+        problems.append(Problem(what, where, f"{other.kind} and {item.kind}", _RENAME))
     if problems:
         raise RecipeError.all_of(problems)
 
@@ -217,7 +218,7 @@ _BY_NAME = (
 
 
 def _wrong(what: str, where: str, value: object, hint: str) -> RecipeError:
-    return RecipeError(what, where=where, value=f"{value!s:.200}", hint=hint)
+    return RecipeError(what, where=where, value=f"{value!r:.200}", hint=hint)
 
 
 def path_text(directory: Any) -> str:
@@ -230,7 +231,7 @@ def path_text(directory: Any) -> str:
         raise _wrong(
             "this is not the path of a directory",
             _CLASS,
-            repr(directory),
+            directory,
             "pass the directory of the run, which is created if it does not exist",
         )
     return os.path.expanduser(text) if text.startswith("~/") else text
@@ -242,7 +243,7 @@ def check_call(ranks: Any, options: Any, assets: Any) -> None:
     values += [(each, "nbytes") for each in getattr(assets, "values", tuple)()]
     for value, attribute in values:
         if value is not None and (isinstance(value, type) or not hasattr(value, attribute)):
-            raise _wrong("this argument has another kind", _CLASS, repr(value), _BY_NAME)
+            raise _wrong("this argument has another kind", _CLASS, value, _BY_NAME)
 
 
 def check_state(state: object, where: str = _SAVE) -> None:
@@ -252,17 +253,15 @@ def check_state(state: object, where: str = _SAVE) -> None:
     of the objects are reported as theirs from then on.
     """
     if not isinstance(state, Mapping) or not state:
-        raise _wrong(
-            "the state must be a mapping from names to objects", where, repr(state), _STATE_HINT
-        )
+        raise _wrong("the state must be a mapping from names to objects", where, state, _STATE_HINT)
     for name, value in state.items():
         if not isinstance(name, str):
-            raise _wrong("a name in the state is not text", where, repr(name), _STATE_HINT)
+            raise _wrong("a name in the state is not text", where, name, _STATE_HINT)
         if not is_stateful(value):
             raise _wrong(
                 "an object of the state has no state_dict() and load_state_dict()",
                 f"{where}, {name!r}",
-                type(value).__name__,
+                type(value),
                 _STATE_HINT,
             )
         register_object(value)
@@ -278,7 +277,7 @@ def count(name: str, value: Any) -> int:
         raise _wrong(
             f"{name} must be a count",
             _SAVE,
-            repr(value),
+            value,
             f"pass a whole number from 0 to {MAX_INTEGER}",
         )
     return number
@@ -290,7 +289,7 @@ def check_yaml(value: Any) -> None:
         raise _wrong(
             "config_yaml must be the text of a YAML file",
             _SAVE,
-            repr(value),
+            value,
             "pass yaml.safe_dump(settings), or the file's read_text()",
         )
 
@@ -303,7 +302,7 @@ def plain_numbers(argument: str, numbers: Any) -> ValueDict:
     where = f"{_SAVE}, {argument}"
     hint = "pass a mapping of numbers, such as the mean of a tensor"
     if not isinstance(numbers, Mapping):
-        raise _wrong(f"{argument} must be a mapping of numbers", where, repr(numbers), hint)
+        raise _wrong(f"{argument} must be a mapping of numbers", where, numbers, hint)
     plain = {}
     for name, value in numbers.items():
         try:
@@ -311,6 +310,6 @@ def plain_numbers(argument: str, numbers: Any) -> ValueDict:
             json.dumps(plain[name])
         except (RuntimeError, TypeError, ValueError) as error:
             raise _wrong(
-                "this cannot be written as JSON", f"{where}[{name!r}]", repr(value), hint
+                "this cannot be written as JSON", f"{where}[{name!r}]", value, hint
             ) from error
     return plain

@@ -9,15 +9,22 @@ input: a manifest that does not match the format exactly raises :class:`Checkpoi
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
+import math
 import os
+import platform
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.base.version import __version__, version_of
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.durable_file import OF_SLICES, FileRecord, digest_of
@@ -25,21 +32,21 @@ from automodel_ckpt.checkpoint.files.safe_open import (
     flag,
     integer,
     mapping,
-    open_safely,
     parse_json,
+    read_range,
     read_safely,
     seconds,
     text,
 )
-from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.checkpoint.files.type_aliases import Shape, ValueDict, Values
 from automodel_ckpt.checkpoint.parts.slices import (
+    Box,
     Slice,
     Tensor,
     contiguous_slices,
-    interleaving_fault,
     nbytes_of,
     shape_fault,
-    tiling_fault,
+    whole_box,
 )
 from automodel_ckpt.checkpoint.parts.tree import Blob as Blob
 from automodel_ckpt.checkpoint.parts.tree import Tree as Tree
@@ -173,7 +180,7 @@ class Manifest(_Plain):
         Slice tables are not read until slices are, or their heads *with_tables*. *read* reads them; by default from the
         directory of *path*.
         """
-        reader, checkpoint = read or partial(_read_range, Path(path).parent), os.path.dirname(path)
+        reader, checkpoint = read or partial(read_range, Path(path).parent), os.path.dirname(path)
         with _reporting_malformed(path):
             raw = _decode(data, path)
             manifest = cls(
@@ -336,6 +343,81 @@ def _tensor_fault(tensor: Tensor, files: Files) -> str | None:
     return None
 
 
+# _corners() visits 2**n corners of each box that is partitioned in n dimensions.
+MAX_CUT_DIMENSIONS = 5
+
+
+def tiling_fault(boxes: Sequence[Box], shape: Shape) -> str | None:
+    """Return why the boxes do not tile a tensor; None when they do.
+
+    Checks the number of dimensions and the bounds of every box, that no two boxes share an element, and that they
+    contain all elements. Any number of empty boxes, or none, tile an empty tensor; exactly one tiles a scalar.
+    """
+    if fault := shape_fault(shape):
+        return fault
+    if len(boxes) == 1 and boxes[0] == whole_box(shape) and min(shape, default=0) >= 0:
+        return None
+    for box in boxes:
+        if fault := _bounds_fault(box, shape):
+            return fault
+    filled = [box for box in boxes if box.numel]
+    have = sum(box.numel for box in filled)
+    want = math.prod(shape)
+    if not filled and not want:
+        return None
+    if have < want:
+        return f"{want - have} of {want} elements are not in any slice"
+    # Only the dimensions that a slice partitions: each further one would double the corners.
+    cut = []
+    for dim, extent in enumerate(shape):
+        if any(box.sizes[dim] != extent for box in filled):
+            cut.append(dim)
+    if len(cut) > MAX_CUT_DIMENSIONS:
+        return f"its slices partition {len(cut)} dimensions, more than {MAX_CUT_DIMENSIONS}"
+    # The number of elements alone proves nothing: a gap and an overlap can cancel.
+    if _corners(filled, cut) == _corners([whole_box(shape)], cut):
+        return None
+    return "two slices overlap"
+
+
+def _bounds_fault(box: Box, shape: Shape) -> str | None:
+    """Return why a box is not within a tensor's shape; None when it is."""
+    if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
+        return f"a slice has {len(box.sizes)} dimensions, the tensor {len(shape)}"
+    for offset, size, extent in zip(box.offsets, box.sizes, shape, strict=True):
+        if offset < 0 or size < 0 or offset + size > extent:
+            return f"the slice at {list(box.offsets)} of size {list(box.sizes)} exceeds the shape {list(shape)}"
+    return None
+
+
+def interleaving_fault(slices: Sequence[Slice]) -> str | None:
+    """Return why the interleaved *slices* of a tensor are inconsistent; None when they are not."""
+    places = {(stored.file, stored.start, stored.interleaved) for stored in slices}
+    if len(places) > 1 and any(interleaved for _, _, interleaved in places):
+        return "some of its slices are interleaved, in one place, and others are not there"
+    return None
+
+
+def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[Shape, int]:
+    """Count how often each corner occurs, with opposite signs for lower and upper ends of dimensions.
+
+    The counts are the mixed difference of the number of boxes at each element. They are therefore equal for two sets of
+    boxes if and only if both cover the same elements equally often.
+    """
+    found: dict[Shape, int] = {}
+    for box in boxes:
+        ends = []
+        for dim in dims:
+            low = box.offsets[dim]
+            high = low + box.sizes[dim]
+            ends.append(((low, 1), (high, -1)))
+        for corner in itertools.product(*ends):
+            at = tuple(position for position, _ in corner)
+            sign = math.prod(sign for _, sign in corner)
+            found[at] = found.get(at, 0) + sign
+    return {at: count for at, count in found.items() if count}
+
+
 def _table_fault(table: SliceTable, files: Files) -> str | None:
     """Return why the file of a table cannot have the rows of its tensors; None when it can."""
     file, head_bytes, _ = table.location
@@ -432,13 +514,6 @@ def _read_bounded(path: Path) -> bytes:
         raise unusable(what, path, value) from error
 
 
-def _read_range(root: Path, file: str, start: int, nbytes: int) -> bytes:
-    """Read bytes of a regular file below *root*. Raises OSError."""
-    with os.fdopen(open_safely(root, file), "rb") as opened:
-        opened.seek(start)
-        return opened.read(nbytes)
-
-
 @contextlib.contextmanager
 def _reporting_malformed(path: Path | str) -> Iterator[None]:
     """Raise :class:`CheckpointUnusable` for the errors that parsing malformed content raises."""
@@ -446,3 +521,36 @@ def _reporting_malformed(path: Path | str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise unusable("the manifest is malformed", path, repr(error)) from error
+
+
+# ---------------------------------------------------------------- software and host
+
+
+_PACKAGES = ("torch", "transformers", "safetensors", "peft", "datasets", "numpy")
+
+
+@functools.cache
+def environment() -> ValueDict:
+    """Interpreter, library versions, host, and the git commit of the working directory (None outside a repository)."""
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        # An editable install has the metadata of the revision that it was installed from.
+        "packages": {
+            "automodel-ckpt": __version__,
+            **{name: version_of(name) for name in _PACKAGES},
+        },
+        "git_commit": _git_commit(),
+    }
+
+
+def _git_commit() -> str | None:
+    # Not `git status`: it runs programs that .git/config of the directory names, such as filters and monitors.
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

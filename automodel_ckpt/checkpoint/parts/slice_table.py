@@ -1,6 +1,6 @@
 """Slice tables: what a save wrote of each regular slice, in 20 bytes per slice. Imports no torch.
 
-A table describes the slices of a tree that have formulas as shardings (``sharding.py``). It has a *row* for each slice:
+A table describes the slices of a tree that have formulas as shardings (``slices.py``). It has a *row* for each slice:
 the digest of its bytes, and the bytes between the slice before in the same file and this one. Rows are grouped into
 *segments*: the slices of a part of the tree that one rank stores, in one file. The head of the table lists the
 segments, each with the digest of its rows, so that a reader verifies what it reads without reading the rest. Integers
@@ -21,8 +21,7 @@ import xxhash
 
 from automodel_ckpt.checkpoint.files.durable_file import digest_of
 from automodel_ckpt.checkpoint.files.safe_open import MAX_INTEGER
-from automodel_ckpt.checkpoint.parts.sharding import Record, RegularSlices
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import Record, RegularSlices, Slice, Tensor, nbytes_of
 from automodel_ckpt.errors import AutomodelError, SaveFailed, unusable
 
 ROW = np.dtype([("gap", "<u4"), ("digest", "V16")])
@@ -41,6 +40,7 @@ NO_FILE = 2**32 - 1
 """The file of a segment if its tensors have positions in files that several ranks write."""
 MIN_TABLE_ROWS = 4096
 """A tree with fewer regular slices has no table: its manifest lists them, which takes up to a megabyte."""
+PLEASE_REPORT = "earlier checkpoints are unchanged; please report this"
 _PREFIX = "xxh3_128:"
 _MAX_GAP = 2**32 - 1
 
@@ -264,7 +264,7 @@ class SliceTable:
                 "the ranks did not write the slices that were planned",
                 where=self._checkpoint,
                 value=how,
-                hint="earlier checkpoints are unchanged; please report this",
+                hint=PLEASE_REPORT,
             )
         what = "the table of the checkpoint's slices is damaged"
         return unusable(what, os.path.join(self._checkpoint, self.location.file), how)

@@ -40,8 +40,10 @@ from automodel_ckpt.checkpoint.files.safe_open import (
     text,
 )
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, Texts, ValueDict, Values
-from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices, Sharding
 from automodel_ckpt.checkpoint.parts.slices import (
+    Position,
+    RegularSlices,
+    Sharding,
     Slice,
     Tensor,
     TensorDict,
@@ -90,11 +92,6 @@ class Tree:
         yield from self.copies.values()
 
 
-def in_rank_files(tensor: Tensor) -> bool:
-    """Whether each slice of a tensor is in a file of its rank, as its table shows."""
-    return isinstance(tensor.slices, RegularSlices) and tensor.slices.position is None
-
-
 def files_of(tree: Tree) -> set[str]:
     """Return the files that the tensors of a tree are stored in."""
     files = set(tree.table.files) if tree.table is not None else set()
@@ -104,19 +101,6 @@ def files_of(tree: Tree) -> set[str]:
         elif tensor.slices.position is not None:
             files.add(tensor.slices.position.file)
     return files
-
-
-def slices_in_rank_file(tree: Tree, file: str) -> Iterator[tuple[Tensor, Slice]]:
-    """Yield the slices in a file that the tree's table describes, each with its tensor."""
-    if tree.table is None:
-        return
-    ranks = tree.table.ranks_in(file)
-    for tensor in tree.stored if ranks else ():
-        if isinstance(tensor.slices, RegularSlices) and tensor.slices.position is None:
-            for each in ranks:
-                stored = tensor.slices.of_rank(each)
-                if stored is not None and stored.file == file:
-                    yield tensor, stored
 
 
 def uses_table(tree: Tree) -> bool:
@@ -303,8 +287,11 @@ class FileContents:
         self._listed: dict[str, list[FileSlice]] = {}
         for tree in self._trees:
             for tensor in tree.stored:
-                for stored in () if in_rank_files(tensor) else tensor.slices:
-                    self._add(FileSlice(stored, tensor.shape))
+                slices = tensor.slices
+                # A table has the slices in files of the ranks.
+                if not isinstance(slices, RegularSlices) or slices.position is not None:
+                    for stored in slices:
+                        self._add(FileSlice(stored, tensor.shape))
             for blob in tree.objects.values():
                 size = (blob.nbytes,)
                 value = Slice(
@@ -324,9 +311,14 @@ class FileContents:
         """Return those in a file in their order. Raises :class:`CheckpointUnusable` for a damaged table."""
         found = list(self._listed.get(file, ()))
         for tree in self._trees:
-            for tensor, stored in slices_in_rank_file(tree, file):
-                if stored.nbytes:
-                    found.append(FileSlice(stored, tensor.shape))
+            ranks = [] if tree.table is None else tree.table.ranks_in(file)
+            for tensor in tree.stored if ranks else ():
+                slices = tensor.slices
+                if not isinstance(slices, RegularSlices) or slices.position is not None:
+                    continue
+                for stored in filter(None, map(slices.of_rank, ranks)):
+                    if stored.file == file and stored.nbytes:
+                        found.append(FileSlice(stored, tensor.shape))
         return sorted(found, key=_place)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.parts.commit import stamp
 from automodel_ckpt.checkpoint.parts.manifest import MAX_BYTES, Manifest, Summary
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote import parts
@@ -22,7 +23,6 @@ from automodel_ckpt.checkpoint.remote.parts import PartAnswer, PartRequest, file
 from automodel_ckpt.checkpoint.remote.push import send_files
 from automodel_ckpt.checkpoint.remote.uploader import Job, StoreLoop
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.run.notes import stamp
 from automodel_ckpt.checkpoint.store.store import StoreError
 from automodel_ckpt.checkpoint.store.transfer import UploadMemory
 from automodel_ckpt.errors import CheckpointUnusable

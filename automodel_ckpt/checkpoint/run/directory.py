@@ -18,11 +18,11 @@ from automodel_ckpt.checkpoint.export.files import clear_checkpoint
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.commit import stamp
 from automodel_ckpt.checkpoint.parts.failures import NEXT_SAVE, as_failure
 from automodel_ckpt.checkpoint.run import links, resume
-from automodel_ckpt.checkpoint.run.lease import RUN_HINT, Lease
-from automodel_ckpt.checkpoint.run.lock_file import HeldByThisProcess
-from automodel_ckpt.checkpoint.run.notes import note_losses, stamp
+from automodel_ckpt.checkpoint.run.lease import RUN_HINT, HeldByThisProcess, Lease
+from automodel_ckpt.checkpoint.run.notes import note_losses
 from automodel_ckpt.checkpoint.run.resume import (
     KeepPolicy,
     Record,
@@ -35,6 +35,7 @@ from automodel_ckpt.errors import RecipeError, os_problem
 log = logging.getLogger("automodel_ckpt")
 
 OPENING = "opening checkpoint.checkpoint_dir"
+_NAME_ANOTHER = "name another directory"
 _NOT_RANKED = "LOWEST_VAL will not point to this checkpoint unless it is validated again"
 
 
@@ -345,7 +346,7 @@ def check_links(directory: Path) -> None:
                 "the run directory is a link to a directory that does not exist",
                 where=directory,
                 value=f"{path} is a link to {target}, which does not exist",
-                hint=f"create {target}, or use another run directory",
+                hint=_NAME_ANOTHER,
             )
         return
 
@@ -356,11 +357,10 @@ def check_outside_checkpoints(directory: Path) -> None:
     for path in (real, *real.parents):
         if layout.is_checkpoint(path.name) and os.path.lexists(path / layout.MANIFEST):
             raise RecipeError(
-                "a run directory cannot be a checkpoint, or be inside of one",
+                "a run directory cannot be a checkpoint, or be inside of one (see checkpoint.restore_from)",
                 where=directory,
                 value=f"{path} is a checkpoint",
-                hint=f"use {path.parent} or another directory; a run resumes from its newest checkpoint, or from "
-                "checkpoint.restore_from",
+                hint=_NAME_ANOTHER,
             )
 
 
@@ -371,7 +371,7 @@ def check_not_a_file(directory: Path) -> None:
             "the run directory is a file",
             where=directory,
             value="not a directory",
-            hint="name another directory",
+            hint=_NAME_ANOTHER,
         )
 
 

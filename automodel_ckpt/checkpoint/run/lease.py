@@ -10,37 +10,37 @@ boot of the same kernel, same mounted file system), or the owner's process does 
 
 Taking over replaces the lock file by rename. An owner that was only suspended then finds another token in the file:
 :meth:`Lease.check`, called before everything that the run publishes or logs, raises :class:`LeaseLost`.
+
+The lock file is opened for every read, because network file systems compare their caches with the server when a file is
+opened. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import socket
+import stat
 import sys
 import threading
 import time
 import uuid
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from automodel_ckpt.base.durable_io import (
     file_system_identity,
+    file_system_of,
+    is_gone,
     kernel_boot_id,
     lock,
     pid_namespace,
 )
 from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
-from automodel_ckpt.checkpoint.run.lock_file import (
-    Holder,
-    is_at,
-    is_beating,
-    link_or_rename,
-    lost,
-    open_lock_file,
-    reject_special_file,
-    rejection,
-    usual_watch_seconds,
-)
+from automodel_ckpt.checkpoint.files.safe_open import parse_json
+from automodel_ckpt.checkpoint.parts.failures import STALLED
 from automodel_ckpt.errors import LeaseLost, RecipeError
 
 RUN_HINT = "wait for it or stop it, or give this run its own checkpoint.checkpoint_dir"
@@ -121,7 +121,7 @@ class Lease:
                 "this process was forked from the run's process, which alone may write in its directory",
                 where=self._path.parent,
                 value=f"process {os.getpid()}, a child of {self._process}",
-                hint="save in the process that created the Checkpointer",
+                hint="",
             )
         with self._file_guard:
             os.close(self._open_own(os.O_RDONLY))
@@ -327,3 +327,184 @@ def check_token(lock_file: Path, token: str) -> None:
         os.close(descriptor)
     if holder is None or holder.token != token:
         raise lost(lock_file, holder)
+
+
+# ---------------------------------------------------------------- the lock file
+
+
+WATCH_SECONDS = 20.0
+CACHED_WATCH_SECONDS = 90.0
+"""The watch on a FUSE mount: gcsfuse caches for 60 seconds, sshfs for 20."""
+_RECORD_BYTES = 2048
+_NO_HARD_LINKS_HERE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The content of a lock file. Fields with defaults may be missing."""
+
+    host: str
+    boot_id: str
+    pid: int
+    command: str
+    beat: int
+    token: str = ""
+    pid_namespace: str = ""
+    device: int = -1
+    file_system_id: int = -1
+
+    @classmethod
+    def read(cls, descriptor: int) -> Holder | None:
+        """Read the record at the start of an open lock file. Returns None when the content is not a record."""
+        try:
+            # A record can exceed its padding: JSON escapes the command's non-ASCII characters.
+            raw = parse_json(os.pread(descriptor, 2 * _RECORD_BYTES, 0))
+            fields = {name: raw[name] for name in cls.__slots__ if name in raw}
+            holder = cls(**fields)
+        except (ValueError, TypeError):
+            return None
+        texts = [holder.host, holder.boot_id, holder.command, holder.token, holder.pid_namespace]
+        numbers = (holder.pid, holder.beat, holder.device, holder.file_system_id)
+        if not all(isinstance(text, str) for text in texts):
+            return None
+        if not all(type(number) is int for number in numbers):
+            return None
+        return holder
+
+    def to_bytes(self) -> bytes:
+        """Convert to JSON, padded to a fixed size, so that a shorter record overwrites a longer one completely."""
+        content = json.dumps(asdict(self)).encode()
+        return content.ljust(_RECORD_BYTES)
+
+    def is_this_process(self) -> bool:
+        """Whether this process is the owner."""
+        here = (os.getpid(), kernel_boot_id() or socket.gethostname(), pid_namespace())
+        return (self.pid, self.boot_id, self.pid_namespace) == here
+
+    def has_ended(self, descriptor: int, is_locked: bool) -> bool:
+        """Whether the holder's process has certainly ended. *is_locked*: this run has locked the open file.
+
+        False if that cannot be determined: on another node, in another container, or if another process has the same
+        number now.
+        """
+        if self.boot_id != kernel_boot_id():
+            return False
+        # On the same mounted file system, the kernel has one set of locks for each file.
+        if is_locked and (self.device, self.file_system_id) == file_system_identity(descriptor):
+            return True
+        return (
+            bool(self.pid_namespace) and self.pid_namespace == pid_namespace() and is_gone(self.pid)
+        )
+
+
+def is_beating(path: Path, seconds: float) -> bool:
+    """Watch the lock file for *seconds*. Returns True as soon as its record changes; False if it does not."""
+    first = read_holder(path)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(min(0.2, seconds / 10))
+        now = read_holder(path)
+        if now is None and not os.path.lexists(path):
+            return False  # the owner released the directory
+        if first is None:
+            first = now
+        if now is not None and now != first:
+            return True
+    return False
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Return the current record in the lock file, or None when it cannot be read."""
+    with contextlib.suppress(OSError), os.fdopen(open_lock_file(path, os.O_RDONLY), "rb") as file:
+        return Holder.read(file.fileno())
+    return None
+
+
+def usual_watch_seconds(root: Path) -> float:
+    """How long an owner of the run directory *root* must have no heartbeat, by the type of its file system."""
+    kind = file_system_of(Path(os.path.realpath(root))) or ""
+    if kind.startswith(("fuse", "virtiofs")):
+        return CACHED_WATCH_SECONDS
+    return WATCH_SECONDS
+
+
+def open_lock_file(path: Path, flags: int) -> int:
+    """Open a lock file with *flags* of ``os.open``; returns the descriptor. Raises OSError."""
+    # A link or a pipe that replaced the file after its type was checked is neither followed nor
+    # waited for.
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether *path* is still the name of the open file."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(descriptor))
+
+
+def link_or_rename(source: Path, target: Path) -> bool:
+    """Name the file *source* *target*, by a hard link if the file system has them. Returns False if *target* exists."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS_HERE:
+            raise
+        # Two runs that start at the same time may both rename. The first check of one of them detects that.
+        if os.path.lexists(target):
+            return False
+        os.rename(source, target)
+    return True
+
+
+def reject_special_file(path: Path) -> None:
+    """Raise :class:`RecipeError` if the lock file is a link or a device, which must not be opened."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise RecipeError(
+                "the lock file of this directory is not a regular file, and must be removed",
+                where=path,
+                value=stat.filemode(mode),
+                hint="",
+            )
+
+
+class HeldByThisProcess(RecipeError):
+    """Another object of this process holds the directory."""
+
+
+def rejection(path: Path, holder: Holder | None, hint: str) -> RecipeError:
+    """The error of a process that finds another live one, or itself, in the directory of the lock file *path*."""
+    if holder is not None and holder.is_this_process():
+        return HeldByThisProcess(
+            "this process uses this directory already, in another run or Checkpointer that is not closed",
+            where=path.parent,
+            value=_described(holder),
+            hint=hint,
+        )
+    return RecipeError(
+        "another process is using this directory",
+        where=path.parent,
+        value=_described(holder),
+        hint=hint,
+    )
+
+
+def lost(path: Path, holder: Holder | None) -> LeaseLost:
+    """The error of a run if its lock file has the record *holder* of another run, or is gone (None)."""
+    return LeaseLost(
+        "this run lost the lock on its directory: another run has taken over, or its lock file was removed",
+        where=path,
+        value=_described(holder),
+        hint=STALLED,
+    )
+
+
+def _described(holder: Holder | None) -> str:
+    if holder is None:
+        return "unknown"
+    return f"process {holder.pid} on {holder.host}, running {holder.command}"

@@ -15,9 +15,9 @@ import contextlib
 import logging
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from automodel_ckpt.base.durable_io import fsync_directory
 from automodel_ckpt.base.store_url import is_url
@@ -25,6 +25,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.failures import REPAIR
 from automodel_ckpt.errors import os_problem
 
 log = logging.getLogger("automodel_ckpt")
@@ -147,8 +148,8 @@ def _redirect(root: Path, old: str, new: str) -> None:
         try:
             _replace_link(Path(link), text)
         except OSError as error:
-            what = f"the link {link} could not be changed when {old} became {new}"
-            log.warning("%s", os_problem(error, what, hint=f"change it to point to {text}"))
+            what = f"the link {link} could not be changed to {text} when {old} became {new}"
+            log.warning("%s", os_problem(error, what, hint=REPAIR))
 
 
 def _text_after_renaming(root: Path, link: str, old: str, new: str) -> str | None:
@@ -167,7 +168,7 @@ def _text_after_renaming(root: Path, link: str, old: str, new: str) -> str | Non
 
 def _replace_link(link: Path, text: str) -> None:
     # By rename: a kill between unlink and symlink would leave the checkpoint unprotected.
-    temporary = link.with_name(layout.link_name(uuid.uuid4().hex))
+    temporary = link.with_name(layout.link_name())
     os.symlink(text, temporary)
     try:
         os.rename(temporary, link)
@@ -207,13 +208,13 @@ def _links(directory: Path | str, at_top: bool = True) -> Iterator[str]:
     for entry in entries:
         if entry.is_symlink():
             yield entry.path
-        elif entry.is_dir(follow_symlinks=False) and not (at_top and _is_made_by_runs(entry.name)):
+            continue
+        name = entry.name
+        is_made_here = (
+            layout.is_checkpoint(name) or layout.is_staging(name) or layout.is_trash(name)
+        )
+        if entry.is_dir(follow_symlinks=False) and not (at_top and is_made_here):
             yield from _links(entry.path, at_top=False)
-
-
-def _is_made_by_runs(name: str) -> bool:
-    """Whether the program made a directory with this name, so that no link in it is the user's."""
-    return layout.is_checkpoint(name) or layout.is_staging(name) or layout.is_trash(name)
 
 
 # ---------------------------------------------------------------- uploads
@@ -280,8 +281,11 @@ DIRECTORY = ".fetched"
 """The directory in a run directory with a checkpoint that is only loaded, and then removed."""
 
 
-def own_name(restore_from: str | None, settings: RemoteOptions | None) -> str | None:
-    """Return *restore_from*, without the URL of the run's store if it begins with it."""
+def own_name(restore_from: str | None, settings: Any) -> str | None:
+    """Return *restore_from*, without the URL of the run's store if it begins with it.
+
+    *settings* are the options ``remote``, or the section of a recipe.
+    """
     if restore_from is None or settings is None or not is_url(restore_from):
         return restore_from
     url = settings.url.rstrip("/")

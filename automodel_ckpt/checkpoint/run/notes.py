@@ -26,6 +26,7 @@ from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, parse_json, read_safely
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
+from automodel_ckpt.checkpoint.parts.commit import stamp
 from automodel_ckpt.errors import CheckpointUnusable
 
 log = logging.getLogger("automodel_ckpt")
@@ -51,13 +52,6 @@ def read_note(directory: Path, name: str, limit: int = MAX_BYTES) -> ValueDict:
 def write_note(path: Path, content: Values) -> None:
     """Replace a note. Raises OSError."""
     replace_file(path, json.dumps(content).encode() + b"\n")
-
-
-def stamp(checkpoint: Path) -> tuple[int, int, int]:
-    """Return (inode, mtime in ns, bytes) of a checkpoint's manifest, to detect a replaced one. Raises OSError."""
-    # The inode counts because a copy can keep time and size.
-    found = os.lstat(checkpoint / layout.MANIFEST)
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def forget_memory(run: Path) -> None:

@@ -19,8 +19,9 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.options import Mode
 from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.commit import stamp
 from automodel_ckpt.checkpoint.parts.manifest import Summary
-from automodel_ckpt.checkpoint.run.notes import recall_losses, stamp
+from automodel_ckpt.checkpoint.run.notes import recall_losses
 from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 
@@ -119,7 +120,7 @@ class KeepPolicy:
 
 
 Known = dict[str, tuple[tuple[int, int, int], Record]]
-"""A cache of records by name, each with the :func:`.notes.stamp` that the checkpoint had when it was read."""
+"""A cache of records by name, each with the :func:`.commit.stamp` that the checkpoint had when it was read."""
 
 
 def checkpoint_names(root: Path) -> list[layout.CheckpointName]:

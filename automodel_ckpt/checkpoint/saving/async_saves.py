@@ -22,10 +22,9 @@ from automodel_ckpt.checkpoint.export.files import clear_leftovers
 from automodel_ckpt.checkpoint.export.next_steps import try_command
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import Values
-from automodel_ckpt.checkpoint.formats.description import is_sharded, local_tensor
-from automodel_ckpt.checkpoint.formats.planning import Share
-from automodel_ckpt.checkpoint.jobs.jobs import FileJob
-from automodel_ckpt.checkpoint.jobs.rank_manifest import (
+from automodel_ckpt.checkpoint.formats.planning import Share, TreePlan
+from automodel_ckpt.checkpoint.jobs.jobs import (
+    FileJob,
     RankManifest,
     merge_tree,
     rank_manifest_paths,
@@ -35,13 +34,23 @@ from automodel_ckpt.checkpoint.jobs.writer import Finalize
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.tree import Tree
-from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, SaveTask
-from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
+from automodel_ckpt.checkpoint.saving.background import (
+    Background,
+    Cancelled,
+    MemoryLayout,
+    SaveTask,
+    lay_out,
+)
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
-from automodel_ckpt.checkpoint.saving.save import Forecast, Proposal, Save, SavePlan, SaveReport
-from automodel_ckpt.checkpoint.state.optimizer_state import check_consistent
-from automodel_ckpt.checkpoint.state.storable import check_safe_values, saved
+from automodel_ckpt.checkpoint.saving.save import Forecast, Proposal, Save, SaveReport
+from automodel_ckpt.checkpoint.state.module_tensors import check_consistent
+from automodel_ckpt.checkpoint.state.storable import (
+    check_safe_values,
+    is_sharded,
+    local_tensor,
+    saved,
+)
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 from automodel_ckpt.parallel.ranks import agree
 
@@ -62,7 +71,7 @@ class _Kept:
     """
 
     signature: Any
-    plan: SavePlan
+    trees: Mapping[str, TreePlan]
     dp_ranks: list[int]
     layout: MemoryLayout
     written: RankManifest
@@ -116,11 +125,11 @@ class AsyncSaves:
             [proposal.dp_rank for proposal in proposals],
             self._planner.expected_bytes,
         )
-        self._kept = _Kept(signature, save.plan, dp_ranks, trees, written, nbytes)
+        self._kept = _Kept(signature, save.trees, dp_ranks, trees, written, nbytes)
         return self._report_started(save)
 
     def _report_started(self, save: Save) -> SaveReport:
-        for tree in save.plan.trees.values():
+        for tree in save.trees.values():
             tree.release_values()
         save.stall_seconds = time.monotonic() - save.started
         path = self._settings.run.path / str(save.name)
@@ -186,9 +195,9 @@ class AsyncSaves:
         save.staging.path, save.previous = Path(proposals[0].staging), proposals[0].previous
         self._in_flight = save  # from here on, wait_for_save reports failures
         try:
-            for name, tree in kept.plan.trees.items():
-                tree.set_values(save.plan.trees[name].flat())
-            save.plan = kept.plan
+            for name, tree in kept.trees.items():
+                tree.flat = save.trees[name].flat
+            save.trees = dict(kept.trees)
             objects = self._planner.object_jobs(save, digests, kept.dp_ranks)
             self._copy_and_start(save, kept.written, kept.layout, objects)
         except Exception as error:
@@ -201,8 +210,6 @@ class AsyncSaves:
         # Whatever fails here fails again, and is reported, when the save is planned anew.
         with contextlib.suppress(Exception):
             self._planner.read_state(save, state)
-            for tree in save.plan.trees.values():
-                tree.flatten()
             if _signature(save) == kept.signature and _update_values(kept, save):
                 return self._planner.propose_values(save)
         return Proposal()
@@ -232,8 +239,7 @@ class AsyncSaves:
 
         def merged(name: str) -> Tree:
             written = read_rank_manifests(staging, num_ranks)
-            planned = manifest.trees[name]
-            return merge_tree(name, planned.format, written, planned.tied, planned)
+            return merge_tree(name, manifest.trees[name], written)
 
         def finish() -> int:
             nbytes: int = task.do(Finalize(str(staging), manifest, common), staging)
@@ -422,13 +428,13 @@ def _buffers(items: Iterable[Item]) -> set[int]:
 
 
 def _signature(save: Save) -> Any:
-    """What the plan of a save depends on. Its trees are flattened, and not yet assigned."""
+    """What the plan of a save depends on. Its trees are not yet assigned."""
     items = [(item.name, item.kind, item.scope, item.aliases, item.owner) for item in save.items]
     trees = {}
-    for name, tree in save.plan.trees.items():
-        specs = {key: _spec(value) for key, value in tree.flat().items()}
-        trees[name] = tree.kinds, tree.paths, list(specs.items())
-    return items, save.plan.tied, trees
+    for name, tree in save.trees.items():
+        specs = {key: _spec(value) for key, value in tree.flat.items()}
+        trees[name] = tree.kinds, tree.tied, tree.paths, list(specs.items())
+    return items, trees
 
 
 def _spec(value: Any) -> Any:
@@ -444,7 +450,7 @@ def _update_values(kept: _Kept, save: Save) -> bool:
     """Update the values that are not tensors in the memory; return False where one no longer has its size."""
     for name in kept.layout.values:
         tree, key = name
-        value = save.plan.trees[tree].flat()[key]
+        value = save.trees[tree].flat[key]
         pickled = pickle.dumps(value)
         if kept.pickled.get(name) == pickled:
             continue

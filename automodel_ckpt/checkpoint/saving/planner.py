@@ -1,6 +1,6 @@
 """The plan of a save on one rank: which state there is, and what this rank writes.
 
-Synchronous saves (``saving/exports.py``) and asynchronous ones (``saving/async_saves.py``) call, in this order:
+Synchronous saves (``saving/publisher.py``) and asynchronous ones (``saving/async_saves.py``) call, in this order:
 :meth:`Planner.read_state`, :meth:`Planner.propose`, :meth:`Planner.assign` with the proposals of all ranks,
 :meth:`Planner.plan`, and :meth:`Planner.create_on_node`. An asynchronous save that uses the plan of the previous one
 calls :meth:`Planner.reserve` and :meth:`Planner.object_jobs` instead of the middle ones.
@@ -16,11 +16,10 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -32,8 +31,7 @@ from automodel_ckpt.checkpoint.export.plan import BaseMaps
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import digest_of
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, Values
-from automodel_ckpt.checkpoint.formats.description import TreeDescription, is_sharded
-from automodel_ckpt.checkpoint.formats.planning import Share, TreePlan
+from automodel_ckpt.checkpoint.formats.planning import Share, TreeDescription, TreePlan
 from automodel_ckpt.checkpoint.formats.rank_files import (
     HF,
     SAFETENSORS,
@@ -46,8 +44,7 @@ from automodel_ckpt.checkpoint.formats.rank_files import (
     lay_out_shards,
     shard_jobs,
 )
-from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
-from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, RankManifest
 from automodel_ckpt.checkpoint.jobs.reuse import links_are_supported
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, StateRecord
@@ -55,28 +52,26 @@ from automodel_ckpt.checkpoint.saving.save import (
     Forecast,
     Proposal,
     Save,
-    SavePlan,
     SaveSettings,
     TreeSummary,
     forecast_bytes,
 )
 from automodel_ckpt.checkpoint.state.module_tensors import (
-    frozen_names,
-    module_state,
-    stored_layout,
-    untrained_names,
-)
-from automodel_ckpt.checkpoint.state.optimizer_state import (
     Owners,
     check_consistent,
     digests_of_own,
+    frozen_names,
+    module_state,
     optimizer_tree,
+    stored_layout,
     trained_by_all,
+    untrained_names,
 )
 from automodel_ckpt.checkpoint.state.storable import (
     check_safe,
     check_safe_values,
     check_storable,
+    is_sharded,
     saved,
 )
 from automodel_ckpt.errors import SaveFailed
@@ -107,7 +102,7 @@ class Planner:
         save = Save(layout.CheckpointName(0, 0))
         self.read_state(save, state)
         _check_trees(save)
-        for tree in save.plan.trees.values():
+        for tree in save.trees.values():
             tree.describe()
         for name, value in save.objects.items():
             check_safe(name, value)
@@ -116,20 +111,20 @@ class Planner:
         """Read the *state* of this rank into *save*. Raises :class:`RecipeError` for state that cannot be stored."""
         save.items = classify(state)
         # A save that could not use the plan of the previous one still refers to it.
-        save.plan, save.objects = SavePlan(), {}
+        save.trees, save.objects = {}, {}
         owners = Owners(save.items)
         for item in save.items:
             directory = layout.state_directory(item.name)
             if item.kind == "module":
                 tree, tied = module_state(item.value, detached=False)
                 complete = stored_layout(item.value).complete
-                save.plan.tied[item.name] = tied if complete is None else dict(complete.tied)
+                tied = tied if complete is None else dict(complete.tied)
                 kinds = {k: kind for k, kind in untrained_names(item.value).items() if k in tree}
-                plan = TreePlan(item.name, directory, tree, nested=False, kinds=kinds)
-                save.plan.trees[item.name] = plan
-            elif item.kind == "optimizer" and self.settings.save_optimizer:
+                plan = TreePlan(item.name, directory, tree, nested=False, kinds=kinds, tied=tied)
+                save.trees[item.name] = plan
+            elif item.kind == "optimizer" and self.settings.options.save_optimizer:
                 tree = optimizer_tree(item, save.items, owners)
-                save.plan.trees[item.name] = TreePlan(item.name, directory, tree, nested=True)
+                save.trees[item.name] = TreePlan(item.name, directory, tree, nested=True)
             elif item.kind == "object":
                 save.objects[item.name] = item.value.state_dict()
 
@@ -140,7 +135,7 @@ class Planner:
         :class:`SaveFailed` where the disk is too full.
         """
         _check_trees(save)
-        save.descriptions = {tree.name: tree.describe() for tree in save.plan.trees.values()}
+        save.descriptions = {tree.name: tree.describe() for tree in save.trees.values()}
         proposal = self.propose_values(save)
         for name, description in save.descriptions.items():
             proposal.trees[name] = TreeSummary(description.digest(), description.origins)
@@ -148,21 +143,22 @@ class Planner:
             forecast = self.forecast(save.items)
             self.expected_bytes = forecast.nbytes
             self.reserve(save, forecast, proposal)
-            proposal.maps, proposal.tied = self._maps(save), save.plan.tied
+            proposal.maps = self._maps(save)
+            proposal.tied = {name: dict(save.trees[name].tied) for name in proposal.maps}
         return proposal
 
     def propose_values(self, save: Save) -> Proposal:
-        """Digest what is small or stored by one rank only; the trees of *save* are flattened."""
+        """Digest what is small or stored by one rank only."""
         digests = {key: check_safe(key, value) for key, value in save.objects.items()}
         # Without buffers that DDP copies to all ranks anyway.
         copied = set()
         for item in save.items:
             if isinstance(item.value, DistributedDataParallel) and item.value.broadcast_buffers:
                 copied.add(item.name)
-            is_stored = item.kind == "optimizer" and item.name in save.plan.trees
+            is_stored = item.kind == "optimizer" and item.name in save.trees
             if is_stored and trained_by_all(item.value) is None:
                 digests |= digests_of_own(item.name, item.value)
-        for name, tree in save.plan.trees.items():
+        for name, tree in save.trees.items():
             save.replicated[name] = replicated_digests(tree, compares_buffers=name not in copied)
         replicated = {name: digest_of_all(values) for name, values in save.replicated.items()}
         return Proposal(digests, replicated, self.settings.ranks.dp_rank)
@@ -177,7 +173,7 @@ class Planner:
         # At every save, not only the first: it checks that no other run took over the directory.
         self.settings.run.hold()
         self.check_fits(forecast, save.items)
-        directories = [tree.directory for tree in save.plan.trees.values()]
+        directories = [tree.directory for tree in save.trees.values()]
         staging = save.staging.reserve(self.settings.run.root, str(save.name), directories)
         if self.settings.incremental is not False and self._has_reusable_files:
             previous = self.settings.previous()
@@ -192,7 +188,9 @@ class Planner:
         All modules have such files in layout hf, only adapters in layout adapter, none in layout shards.
         """
         found = {}
-        for name in save.plan.tied if self.settings.model_layout != "shards" else ():
+        for name, tree in save.trees.items():
+            if tree.nested or self.settings.model_layout == "shards":
+                continue
             assets = self.settings.assets.get(name)
             # Without dtypes: a checkpoint stores each tensor in its own dtype, only an export casts.
             maps = BaseMaps() if assets is None else replace(assets.maps, dtype=None)
@@ -207,7 +205,7 @@ class Planner:
         expected = forecast_bytes(
             items,
             world_size=settings.ranks.world_size,
-            save_optimizer=settings.save_optimizer,
+            save_optimizer=settings.options.save_optimizer,
             side_bytes=side_bytes,
         )
         if settings.makes_export(last=False):
@@ -250,14 +248,14 @@ class Planner:
         for rank, proposal in enumerate(proposals):
             if differing := sorted(proposals[0].trees.keys() ^ proposal.trees.keys()):
                 raise SaveFailed(
-                    "a module or optimizer is not on all ranks",
+                    "every rank must have the same modules and optimizers, which may be without tensors",
                     where=differing[0],
                     value=f"ranks 0 and {rank} differ",
-                    hint="give every rank the same attributes; a rank may have no tensors in them",
+                    hint="",
                 )
         shares = {}
         # Sorted: the order of the state may differ between ranks, the order of their exchanges may not.
-        for name in sorted(save.plan.trees):
+        for name in sorted(save.trees):
             summaries = [proposal.trees[name] for proposal in proposals]
             mine = save.descriptions[name]
             shares[name] = shares_of_all(self.settings.group, mine, summaries)
@@ -276,14 +274,14 @@ class Planner:
         check_consistent(digests)
         save.previous = proposals[0].previous
         written = RankManifest(self.settings.ranks.rank)
-        jobs = []
+        jobs: list[FileJob] = []
         self._has_reusable_files = False
-        for tree in save.plan.trees.values():
+        for tree in save.trees.values():
             tree.assign(shares[tree.name])
             untrained = self._untrained_in(tree)
             self._has_reusable_files = self._has_reusable_files or bool(untrained)
-            jobs += self._tree_jobs(tree, save.plan, proposals[0], untrained)
-            written.trees[tree.name] = save.plan.layouts[tree.name].rank_tree()
+            jobs += self._tree_jobs(tree, proposals[0], untrained)
+            written.trees[tree.name] = tree.layout.rank_tree()
         dp_ranks = [proposal.dp_rank for proposal in proposals]
         return written, jobs, self.object_jobs(save, digests, dp_ranks)
 
@@ -300,27 +298,21 @@ class Planner:
                 nbytes[kinds[name]] += tensor.nbytes
         return {name: kind for name, kind in kinds.items() if nbytes[kind] >= _MIN_SEPARATE_BYTES}
 
-    def _tree_jobs(
-        self, tree: TreePlan, plan: SavePlan, of_rank0: Proposal, untrained: Texts
-    ) -> list[FileJob]:
+    def _tree_jobs(self, tree: TreePlan, of_rank0: Proposal, untrained: Texts) -> Iterator[FileJob]:
         """Choose the format of a tree; return the jobs of this rank. *untrained* tensors get separate files."""
         name, rank = tree.name, self.settings.ranks.rank
         # Rank 0's for all ranks: each computes the offsets in files that all of them write.
         if (maps := of_rank0.maps.get(name)) is not None:
-            file_layout = lay_out_hf(tree, tree.directory, maps, of_rank0.tied[name])
-            plan.formats[name], plan.file_layouts[name] = HF, file_layout
-            plan.layouts[name] = file_layout.tree
-            return list(hf_jobs(tree, rank, file_layout))
-        is_module = name in plan.tied
-        if is_module and self.settings.model_format == SAFETENSORS:
+            tree.format, tree.layout = HF, lay_out_hf(tree, maps, of_rank0.tied[name])
+            return hf_jobs(tree, rank)
+        if not tree.nested and self.settings.options.model_save_format == SAFETENSORS:
             assets = self.settings.assets.get(name)
             mapping = {} if assets is None else assets.file_index_mapping
             files = ShardFiles(mapping, untrained)
-            plan.formats[name] = SAFETENSORS
-            plan.layouts[name] = lay_out_shards(tree, files)
-            return list(shard_jobs(tree, rank, plan.layouts[name], files))
-        plan.formats[name], plan.layouts[name] = TORCH_SAVE, lay_out_items(tree)
-        return list(item_jobs(tree, rank, plan.layouts[name]))
+            tree.format, tree.layout = SAFETENSORS, lay_out_shards(tree, files)
+            return shard_jobs(tree, rank, files)
+        tree.format, tree.layout = TORCH_SAVE, lay_out_items(tree)
+        return item_jobs(tree, rank)
 
     def object_jobs(
         self, save: Save, digests: Sequence[Texts], dp_ranks: Sequence[int]
@@ -333,7 +325,7 @@ class Planner:
         for item in save.items:
             scope: str = item.scope
             if item.kind != "object":
-                if item.kind != "module" and not self.settings.save_optimizer:
+                if item.kind != "module" and not self.settings.options.save_optimizer:
                     scope = NOT_SAVED
                 record = StateRecord(item.kind, scope, item.path, aliases=item.aliases)
                 save.records[item.name] = record
@@ -359,18 +351,17 @@ class Planner:
         """
         if self.settings.nodes is None:
             return
-        directories = [tree.directory for tree in save.plan.trees.values()]
+        directories = [tree.directory for tree in save.trees.values()]
         self.settings.nodes.create(save.staging.path, directories)
         if self.settings.nodes.is_leader:
             save.staging.is_owner = True
 
 
 def _check_trees(save: Save) -> None:
-    """Flatten the trees of *save*. Raises :class:`RecipeError` for what cannot be stored safely."""
-    for tree in save.plan.trees.values():
-        state = tree.flatten()
-        check_storable(tree.name, state)
-        check_safe_values(tree.name, state)
+    """Raise :class:`RecipeError` for what cannot be stored safely in the trees of *save*."""
+    for tree in save.trees.values():
+        check_storable(tree.name, tree.flat)
+        check_safe_values(tree.name, tree.flat)
 
 
 def _object_files(
@@ -404,22 +395,17 @@ def replicated_digests(plan: TreePlan, *, compares_buffers: bool) -> TextDict:
     """
     options = f"{plan.name}.param_groups."
     found = {}
-    for name, value in plan.flat().items():
+    for name, value in plan.flat.items():
         is_tensor = isinstance(value, torch.Tensor)
         is_buffer = compares_buffers and plan.kinds.get(name) == layout.BUFFERS
         if is_tensor and not is_buffer and not name.startswith(options):
             continue
-        if (whole := _whole(value)) is not None:
-            found[name] = check_safe(plan.name, {name: whole})
+        if is_sharded(value):
+            if not all(placement.is_replicate() for placement in value.placements):
+                continue
+            value = value.to_local()
+        found[name] = check_safe(plan.name, {name: value})
     return found
-
-
-def _whole(value: Any) -> Any:
-    """Return *value*; of a tensor on a mesh the copy of this rank, None where it has only a part."""
-    if not is_sharded(value):
-        return value
-    is_whole = all(placement.is_replicate() for placement in value.placements)
-    return value.to_local() if is_whole else None
 
 
 class ReplicaWarnings:

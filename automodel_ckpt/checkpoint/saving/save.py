@@ -19,19 +19,26 @@ from torch.optim import Optimizer
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.export.plan import BaseMaps
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.type_aliases import FileDict, TextDict, ValueDict, Values
-from automodel_ckpt.checkpoint.formats.description import Mesh, TreeDescription
-from automodel_ckpt.checkpoint.formats.planning import FileLayout, TreeLayout, TreePlan
+from automodel_ckpt.checkpoint.files.type_aliases import TextDict, ValueDict, Values
+from automodel_ckpt.checkpoint.formats.planning import (
+    Mesh,
+    TreeDescription,
+    TreePlan,
+)
 from automodel_ckpt.checkpoint.jobs.reuse import Previous
-from automodel_ckpt.checkpoint.options import CheckpointOptions, ModelFormat, ModelLayout
+from automodel_ckpt.checkpoint.options import CheckpointOptions, ModelLayout
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import StateRecord
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
-from automodel_ckpt.checkpoint.state.module_tensors import module_state, stored_layout
-from automodel_ckpt.checkpoint.state.optimizer_state import check_flat, trained_by_all
+from automodel_ckpt.checkpoint.state.module_tensors import (
+    check_flat,
+    module_state,
+    stored_layout,
+    trained_by_all,
+)
 from automodel_ckpt.checkpoint.state.storable import check_safe, saved
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
@@ -60,17 +67,15 @@ class SaveSettings:
     ) -> None:
         self.run, self.ranks, self.assets, self.group = run, ranks, assets, group
         self.is_rank0 = ranks.rank == 0
-        self.save_optimizer = options.save_optimizer
+        self.options = options
         self.notes: TextDict = {}
         """What manifests contain in ``environment`` beside packages and hardware, by name."""
         self.resumed_from: str | None = None
         """The name of the checkpoint that was loaded last; None in a new run."""
-        self.restore_from = options.restore_from
-        self.model_format: ModelFormat = options.model_save_format
         self.model_layout: ModelLayout = options.model_layout or "shards"
         self.incremental = options.incremental
         self.export_when = export_when(
-            options.save_consolidated, self.model_format, self.model_layout
+            options.save_consolidated, options.model_save_format, self.model_layout
         )
         """Which checkpoints are exported: ``final``, ``every`` or ``never``."""
         self.nodes: Nodes | None = None
@@ -91,17 +96,20 @@ class SaveSettings:
         self.incremental = False
         self.export_when = "never"
 
-    def use_adapter_file(self, options: CheckpointOptions) -> None:
-        """Write adapters as peft does, unless *options* state a layout or a format."""
-        if options.model_layout is None and self.model_format == "safetensors" and not self.nodes:
+    def use_adapter_file(self) -> None:
+        """Write adapters as peft does, unless the options state a layout or a format."""
+        options = self.options
+        is_safetensors = options.model_save_format == "safetensors"
+        if options.model_layout is None and is_safetensors and not self.nodes:
             self.model_layout = "adapter"
             self.export_when = "never"
 
     @property
     def shares_files(self) -> bool:
         """Whether saves of this format and layout can share files with earlier checkpoints."""
-        has_shards = self.model_layout == "shards" and self.model_format == "safetensors"
-        return has_shards and self.incremental is not False
+        has_shards = self.model_layout == "shards"
+        is_safetensors = self.options.model_save_format == "safetensors"
+        return has_shards and is_safetensors and self.incremental is not False
 
     def previous(self) -> Previous | None:
         """The next save can share files of this checkpoint, where hard links are supported. None when there is none.
@@ -177,16 +185,6 @@ class Staging:
         if self.is_owner:
             commit.discard(self.path)
 
-    @contextlib.contextmanager
-    def removed_on_failure(self) -> Iterator[Staging]:
-        """Remove the directory when the block ends with any exception."""
-        try:
-            yield self
-        # Not Exception: KeyboardInterrupt and DCP's CheckpointException do not derive from it.
-        except BaseException:
-            self.remove()
-            raise
-
 
 @dataclass(frozen=True)
 class SaveReport:
@@ -245,25 +243,6 @@ class Proposal:
 
 
 @dataclass(slots=True)
-class SavePlan:
-    """How the trees (modules and optimizers) are stored. Later saves use it again while names, shapes, dtypes and
-    placements are the same."""
-
-    trees: dict[str, TreePlan] = field(default_factory=dict)
-    """What this rank writes of each tree."""
-    tied: dict[str, TextDict] = field(default_factory=dict)
-    """For each module, each name of a tensor that is stored under another name, to that name. Empty if none is."""
-    formats: TextDict = field(default_factory=dict)
-    """The format of each tree, by the name that the manifest gives it."""
-    layouts: dict[str, TreeLayout] = field(default_factory=dict)
-    """The order of each tree's tensors in the files."""
-    file_layouts: dict[str, FileLayout] = field(default_factory=dict)
-    """The files of the modules that all ranks write together (``checkpoint.model_layout: hf``, and adapters)."""
-    metadata: FileDict = field(default_factory=dict)
-    """The bytes of DCP's ``.metadata`` by tree, which depend on the plan only. Rank 0 adds them when it publishes."""
-
-
-@dataclass(slots=True)
 class Save:
     """One save on this rank, from its request to its publication.
 
@@ -296,7 +275,9 @@ class Save:
     """For each tree, the digests of what only one rank stores, by name."""
 
     # What is written.
-    plan: SavePlan = field(default_factory=SavePlan)
+    trees: dict[str, TreePlan] = field(default_factory=dict)
+    """What this rank writes of each tree (module or optimizer). Later saves use it again while names, shapes, dtypes
+    and placements are the same."""
     records: dict[str, StateRecord] = field(default_factory=dict)
     """How each attribute is stored, by name, for the manifest."""
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
+from automodel_ckpt.checkpoint.files.safe_open import read_range, read_safely
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict
-from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.pickles.restricted_unpickler import RestrictedUnpickler
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_records
 
@@ -46,15 +45,9 @@ def optimizer_groups(checkpoint: Path, tree: Tree) -> list[ValueDict]:
             continue
         group = groups.setdefault(int(match[1]), {})
         with contextlib.suppress(Exception):  # a damaged file, as in plain_state
-            value = _value(_bytes_of(checkpoint, blob))
+            value = _value(read_range(checkpoint, blob.file, blob.start, blob.nbytes))
             group[match[2]] = len(value) if match[2] == "params" else value
     return [groups[number] for number in sorted(groups)]
-
-
-def _bytes_of(checkpoint: Path, blob: Blob) -> bytes:
-    with os.fdopen(open_safely(checkpoint, blob.file), "rb") as file:
-        file.seek(blob.start)
-        return file.read(blob.nbytes)
 
 
 def _value(archive: bytes) -> Any:

@@ -13,12 +13,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict, Texts, Values
-from automodel_ckpt.checkpoint.formats.description import DTYPES, local_box, local_tensor
 from automodel_ckpt.checkpoint.formats.reading import read_tree
-from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of, whole_box
 from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.sources.source import Tensors
-from automodel_ckpt.checkpoint.state.mismatch import unusable
+from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.checkpoint.state.module_tensors import (
     StoredLayout,
     adapter_keys,
@@ -34,6 +33,8 @@ from automodel_ckpt.checkpoint.state.quantized_tensors import (
     dequantized_rows,
     read_rows,
 )
+from automodel_ckpt.checkpoint.state.storable import DTYPES, local_box, local_tensor
+from automodel_ckpt.errors import unusable
 
 NewRows = Literal["mean", "init"]
 _BLOCK_BYTES = 16 << 20
@@ -119,9 +120,9 @@ def _check_types(state: Values, fillings: Mapping[str, Filling]) -> None:
         path = filling.source.root
     if faults:
         raise unusable(
-            path,
             "these values are not weights as they are: they are quantized, or of another kind",
-            faults,
+            path,
+            first_lines(faults),
             "use weights in float32, bfloat16 or float16; dequantize these with the program that quantized them",
         )
 
@@ -169,7 +170,7 @@ def _fill_dequantized(source: Tensors, stored: QuantizedTensor, target: torch.Te
 
 def _columns_of(box: Box, target: torch.Tensor) -> tuple[slice, ...]:
     """This rank's part of each row of *target*, of which it has the part *box*."""
-    return box.within(Box((0,) * target.dim(), tuple(target.shape)))[1:]
+    return box.within(whole_box(tuple(target.shape)))[1:]
 
 
 def _copy_rows(

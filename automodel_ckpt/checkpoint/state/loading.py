@@ -12,7 +12,6 @@ from automodel_ckpt.base.units import counted, counted_are
 from automodel_ckpt.base.user_code import location_in_user_code
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Texts, ValueDict, Values
-from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
 from automodel_ckpt.checkpoint.formats.reading import read_tree, read_value
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest, StateRecord, Tree
@@ -22,19 +21,21 @@ from automodel_ckpt.checkpoint.state.mismatch import (
     cast_names,
     check_differences,
     differences,
+    first_lines,
     has_weights_only,
-    unusable,
     weights_only,
 )
 from automodel_ckpt.checkpoint.state.module_tensors import (
+    Owners,
     complete_state,
     frozen_names,
     module_state,
+    optimizer_tree,
 )
 from automodel_ckpt.checkpoint.state.optimizer_loading import OptimizerLoader
-from automodel_ckpt.checkpoint.state.optimizer_state import Owners, optimizer_tree
+from automodel_ckpt.checkpoint.state.storable import DTYPE_CODES
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
-from automodel_ckpt.errors import AutomodelError
+from automodel_ckpt.errors import AutomodelError, unusable
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -95,7 +96,9 @@ class Loader:
         }
         for item in sorted(matched, key=lambda item: (item.scope == "rank_rng", _ORDER[item.kind])):
             if item.kind == "module":
-                self._load_module(item, trees[item.name])
+                state, tied = self._module_states[item.name]
+                read_tree(self._path, trees[item.name], state, self._remote)
+                set_module_state(item.value, state, tied, strict=True)
             elif item.kind == "optimizer":
                 self.started_anew |= optimizers.load(
                     item, items, trees[item.name], owners, created[item.name]
@@ -177,9 +180,9 @@ class Loader:
             if has_weights_only(self._manifest) and matched:
                 raise weights_only(self._path, names)
             raise unusable(
-                self._path,
                 "the state in the checkpoint does not match this run",
-                lines,
+                self._path,
+                first_lines(lines),
                 f"to continue without it: --checkpoint.allow_missing_state '[{', '.join(names)}]'",
             )
         return matched
@@ -216,11 +219,6 @@ class Loader:
                 lines.append(f"- {name}: saved, but not here")
         return matched, lines
 
-    def _load_module(self, item: Item, tree: Tree) -> None:
-        state, tied = self._module_states[item.name]
-        read_tree(self._path, tree, state, self._remote)
-        set_module_state(item.value, state, tied, strict=True)
-
     def _load_object(self, item: Item, record: StateRecord) -> None:
         file = self._file_of(record)
         state = None if file is None else read_value(self._path, file)
@@ -240,9 +238,9 @@ class Loader:
             if location is not None:
                 lines.append(f"in {location}")
             raise unusable(
-                self._path,
                 f"{item.name!r} could not load the state that was saved",
-                lines,
+                self._path,
+                first_lines(lines),
                 "resume with the settings that wrote it, or use another checkpoint of this run",
             ) from error
 
@@ -254,9 +252,9 @@ class Loader:
         derive = getattr(item.value, "derive", None)
         if derive is None:
             raise unusable(
-                self._path,
                 f"{item.name!r} was saved by {counted(self._manifest.world_size, 'rank')}, each with its own state",
-                [f"~ {item.name}: this run has {counted(self._ranks.world_size, 'rank')}"],
+                self._path,
+                f"this run has {counted(self._ranks.world_size, 'rank')}",
                 f"resume on the same number of ranks, or --checkpoint.allow_missing_state '[{item.name}]'",
             )
         if self._ranks.rank == 0:

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Values
-from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES, unstorable_placement
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest
 from automodel_ckpt.checkpoint.parts.tree import Tree
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.state.storable import DTYPE_CODES, unstorable_placement
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 _MAX_LINES = 20
 DIVIDED = "with different options"
@@ -76,11 +76,6 @@ def first_lines(lines: list[str]) -> str:
     return "".join(f"\n    {line}" for line in first)
 
 
-def unusable(path: Path, what: str, lines: list[str], hint: str) -> CheckpointUnusable:
-    """The error of a checkpoint in *path* that differs from the run: *lines* has one line for each difference."""
-    return CheckpointUnusable(what, where=path, value=first_lines(lines), hint=hint)
-
-
 def check_differences(
     path: Path,
     item: Item,
@@ -114,9 +109,8 @@ def check_differences(
             f"start a new run from its weights: --init_from.path {path} and another checkpoint.checkpoint_dir "
             "(checkpoint.on_incompatible sibling creates one)"
         )
-    raise unusable(
-        path, f"the checkpoint's {item.name!r} does not match this run", lines, "; or ".join(hints)
-    )
+    what = f"the checkpoint's {item.name!r} does not match this run"
+    raise unusable(what, path, first_lines(lines), "; or ".join(hints))
 
 
 def _by_entry(name: str, lines: Iterable[str]) -> list[str]:

@@ -9,31 +9,31 @@ continues exactly.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.files.type_aliases import Texts, ValueDict, Values
 from automodel_ckpt.checkpoint.formats.reading import read_object, read_tree
 from automodel_ckpt.checkpoint.parts.discovery import Item
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.parts.tree import Tree
-from automodel_ckpt.checkpoint.state.mismatch import DIVIDED, check_differences, unusable
-from automodel_ckpt.checkpoint.state.optimizer_state import (
+from automodel_ckpt.checkpoint.state.mismatch import DIVIDED, check_differences, first_lines
+from automodel_ckpt.checkpoint.state.module_tensors import (
     Owners,
-    allocate_late_entries,
-    load_read_state,
-    locations,
-    saved_entries,
+    entries_of,
     trained_by_all,
 )
+from automodel_ckpt.checkpoint.state.storable import DTYPES, is_sharded
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 log = logging.getLogger("automodel_ckpt")
-
-T = TypeVar("T")
 
 _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
@@ -59,26 +59,21 @@ class GroupMatch:
 
         The lists of parameters are omitted: the optimizer's own lists are right.
         """
-        prefix = f"{self.name}.param_groups."
-
-        def renumbered(entries: Mapping[str, T], rename: Callable[[T, str], T]) -> dict[str, T]:
-            found = {key: value for key, value in entries.items() if not key.startswith(prefix)}
-            # One saved group may be the source of several groups.
-            for number, source in enumerate(self.sources):
-                if source is None:
-                    continue
-                saved = _prefix(self.name, source)
-                for name, value in entries.items():
-                    if name.startswith(saved) and name != f"{saved}params":
-                        new_name = _prefix(self.name, number) + name.removeprefix(saved)
-                        found[new_name] = rename(value, new_name)
-            return found
-
-        return replace(
-            tree,
-            tensors=renumbered(tree.tensors, lambda tensor, name: tensor.renamed(name)),
-            objects=renumbered(tree.objects, lambda blob, name: blob),
-        )
+        renumbered = _select(tree, lambda key: not key.startswith(f"{self.name}.param_groups."))
+        tensors, objects = dict(renumbered.tensors), dict(renumbered.objects)
+        # One saved group may be the source of several groups.
+        for number, source in enumerate(self.sources):
+            if source is None:
+                continue
+            saved, here = _prefix(self.name, source), _prefix(self.name, number)
+            for name, tensor in tree.tensors.items():
+                if name.startswith(saved):
+                    new_name = here + name.removeprefix(saved)
+                    tensors[new_name] = tensor.renamed(new_name)
+            for name, blob in tree.objects.items():
+                if name.startswith(saved) and name != f"{saved}params":
+                    objects[here + name.removeprefix(saved)] = blob
+        return replace(tree, tensors=tensors, objects=objects)
 
     def schedule_state(self, saved: Values, scheduler: object) -> ValueDict:
         """The *saved* state of an LR scheduler with its values per parameter group in the order of the groups here.
@@ -186,6 +181,113 @@ def _has_length(value: object, length: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == length
 
 
+# ---------------------------------------------------------------- entries
+
+
+Location = tuple[dict[str, Any], str]
+"""A mapping, and the key of a value in it."""
+
+
+def locations(name: str, state: ValueDict) -> dict[str, Location]:
+    """Return the position of each value in the state of the optimizer *name*, by the flat name that DCP gives it.
+
+    The other entries of *state* belong to LR schedulers. The parameter lists of groups are left out.
+    """
+    found = {key: (state, key) for key in state if key != name}
+    for prefix, entry in entries_of(name, state[name]):
+        for key in entry:
+            if key != "params":
+                found[f"{prefix}.{key}"] = (entry, key)
+    return found
+
+
+def allocate_late_entries(
+    name: str, tree: Tree, state: ValueDict, parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Add targets to *state* of the optimizer *name* for the entries of *tree* that it does not have yet.
+
+    *parameters* are those that it trains, by FQN. Entries that the tree lacks are kept and reported by the later check.
+    Raises :class:`CheckpointUnusable` where it is unknown how a value was sharded.
+    """
+    entries = {}
+    for fqn, key in saved_entries(name, (*tree.tensors, *tree.objects)):
+        if fqn not in parameters:
+            continue
+        if fqn not in entries:
+            # A copy: the mapping may be the optimizer's own.
+            entries[fqn] = dict(state["state"].get(fqn, {}))
+        entry, stored = entries[fqn], tree.tensors.get(f"{name}.state.{fqn}.{key}")
+        if stored is None:
+            entry.setdefault(key, None)
+        elif not isinstance(entry.get(key), torch.Tensor):
+            entry[key] = _empty_leaf(stored, parameters[fqn])
+    state["state"].update(entries)
+
+
+def saved_entries(name: str, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (parameter, entry) of the flat *keys* that are in the state of the optimizer *name*."""
+    prefix = f"{name}.state."
+    for key in keys:
+        if key.startswith(prefix):
+            # The name of an entry has no dots.
+            fqn, _, entry = key.removeprefix(prefix).rpartition(".")
+            yield fqn, entry
+
+
+def _empty_leaf(stored: Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor for *stored*: like its parameter where the shapes are equal, else unsharded.
+
+    Raises :class:`CheckpointUnusable` for a sharded parameter of another shape.
+    """
+    dtype = DTYPES[stored.dtype]
+    if stored.shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    if is_sharded(parameter) and stored.shape:
+        raise unusable(
+            "it is not known how to shard this state of an optimizer, which does not have the parameter's shape",
+            stored.fqn,
+            f"{list(stored.shape)}, of a sharded parameter of {list(parameter.shape)}",
+            "set distributed.strategy to ddp, which shards nothing (torch.optim.Adafactor needs that); an "
+            "optimizer of your own can also create the state in its first step()",
+        )
+    return torch.zeros(stored.shape, dtype=dtype, device=parameter.device)
+
+
+def load_read_state(
+    optimizer: Optimizer,
+    state: Values,
+    parameters: Mapping[str, torch.Tensor],
+    load: Callable[[Values], None],
+) -> None:
+    """Give *optimizer* its *state*; *load* calls its ``load_state_dict`` with such a state.
+
+    ``Optimizer.load_state_dict`` damages text and arrays, and casts tensors to the dtype of their parameter. Therefore,
+    it gets only the groups, and the entries are set as they were read. An optimizer with its own ``load_state_dict``,
+    or with hooks of it, gets all values.
+    """
+    is_overridden = type(optimizer).load_state_dict is not Optimizer.load_state_dict
+    is_overridden = is_overridden or "load_state_dict" in vars(optimizer)
+    # accelerate's class has its own method, and no hooks.
+    if is_overridden or (
+        optimizer._optimizer_load_state_dict_pre_hooks
+        or optimizer._optimizer_load_state_dict_post_hooks
+    ):
+        load(state)
+        return
+    load({**state, "state": {}})
+    for fqn, entry in state["state"].items():
+        if fqn in parameters:
+            optimizer.state[parameters[fqn]] = entry
+    # As torch loads them: fused and capturable steps read the counters on the device of the parameters.
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") or group.get("capturable") else ():
+            entry = optimizer.state.get(parameter, {})
+            if isinstance(entry.get("step"), torch.Tensor):
+                entry["step"] = entry["step"].to(parameter.device, torch.float32)
+    # The end of a load by torch: it adds options of later versions, and makes tensors of steps that are numbers.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
 # ---------------------------------------------------------------- loading
 
 
@@ -262,9 +364,9 @@ class OptimizerLoader:
                 continue
             if scheduler.name not in self._allow_missing:
                 raise unusable(
-                    self._path,
                     f"the checkpoint's {scheduler.name!r} is a schedule of another kind than the recipe's",
-                    [difference],
+                    self._path,
+                    first_lines([difference]),
                     "resume with the schedule that was saved; or continue with the recipe's schedule at the present "
                     f"step: --checkpoint.allow_missing_state '[{scheduler.name}]'",
                 )

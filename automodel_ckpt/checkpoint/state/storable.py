@@ -1,8 +1,9 @@
 """What a checkpoint can store, and its bytes: values that the reader of plain data restores, and supported tensors.
 
-Other values are reported, by attribute and key, before training. Plain data is written by ``torch.save``. NumPy's
-arrays and numbers go in as tensors that know what they were: such a file still holds nothing but what
-``torch.load(weights_only=True)`` takes, and our own reader (``pickles/pickle_reader.py``) converts them back.
+Other values are reported, by attribute and key, before training. A rank stores its part of a DTensor. Plain data is
+written by ``torch.save``. NumPy's arrays and numbers go in as tensors that know what they were: such a file still holds
+nothing but what ``torch.load(weights_only=True)`` takes, and our own reader (``pickles/pickle_reader.py``) converts
+them back.
 
 The row-major bytes of tensors on the CPU are used in place if possible. Those on a GPU go through two buffers: an
 ordinary copy from a GPU goes through a buffer of the driver, and the next one begins when the host has taken the data.
@@ -19,23 +20,26 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
 from automodel_ckpt.checkpoint.files.durable_file import begins_at_a_sector
 from automodel_ckpt.checkpoint.files.type_aliases import Values
-from automodel_ckpt.checkpoint.formats.description import (
-    DTYPE_CODES,
-    local_tensor,
-    unstorable_placement,
-)
+from automodel_ckpt.checkpoint.parts.slices import Box, whole_box
 from automodel_ckpt.errors import Problem, RecipeError
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 log = logging.getLogger("automodel_ckpt")
+
+DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 NUMPY_MARK = "automodel_ckpt.numpy"
 """The attribute of a tensor that was NumPy's: ``array`` or ``scalar``."""
@@ -80,6 +84,48 @@ def is_saved(dtype: torch.dtype) -> bool:
     except (KeyError, RuntimeError):
         return False
     return True
+
+
+# ---------------------------------------------------------------- sharded tensors
+
+
+def is_sharded(value: object) -> TypeGuard[DTensor]:
+    """Return whether *value* is a ``DTensor``."""
+    # There is none where its module is not imported yet, and importing it takes a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def unstorable_placement(tensor: Tensor) -> str:
+    """The placement of a DTensor that is neither sharded nor replicated (partial sums); empty if there is none."""
+    if not is_sharded(tensor):
+        return ""
+    from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+
+    for placement in tensor.placements:
+        if not isinstance(placement, Shard | _StridedShard | Replicate):
+            return repr(placement)
+    return ""
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    # Not to_local(), which makes a node for autograd: that takes longer than writing a small tensor.
+    return tensor._local_tensor if is_sharded(tensor) else tensor
+
+
+def local_box(value: Tensor) -> Box | None:
+    """The box of a tensor that this rank has; None for a DTensor on a mesh without this rank."""
+    if not is_sharded(value):
+        return whole_box(tuple(value.shape))
+    if value.device_mesh.get_coordinate() is None:
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(
+        value.shape, value.device_mesh, value.placements
+    )
+    return Box(tuple(offsets), tuple(sizes))
 
 
 # ---------------------------------------------------------------- bytes

@@ -31,7 +31,7 @@ from automodel_ckpt.checkpoint.store.conditional import (
     is_missing_bucket,
     s3_reply,
 )
-from automodel_ckpt.errors import AutomodelError, SaveFailed
+from automodel_ckpt.errors import TAKE_ANOTHER, AutomodelError, SaveFailed
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -122,7 +122,7 @@ class Store:
                 "an object ended before the range that was read",
                 where=f"{self}/{name}",
                 value=f"{len(found)} bytes instead of {end - start}",
-                hint="verify the checkpoint in the store with `ckpt verify`",
+                hint=TAKE_ANOTHER,
             )
         return found
 

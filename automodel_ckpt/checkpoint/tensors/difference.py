@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ class Change:
     numel: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorDifference:
     """The differences between two sets of tensors.
 
@@ -64,15 +64,15 @@ class TensorDifference:
     different slices cannot be compared.
     """
 
-    only_first: tuple[str, ...]
-    only_second: tuple[str, ...]
-    redescribed: Mapping[str, tuple[str, str]]
-    changed: tuple[Change, ...]
-    num_equal: int
-    num_unread: int
-    damaged: Mapping[str, tuple[Problem, ...]] = field(default_factory=dict)
-    differing: tuple[str, ...] = ()
-    undecided: tuple[str, ...] = ()
+    only_first: Sequence[str] = ()
+    only_second: Sequence[str] = ()
+    redescribed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    changed: list[Change] = field(default_factory=list)
+    num_equal: int = 0
+    num_unread: int = 0
+    damaged: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
+    differing: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
 
 
 def compare(
@@ -83,12 +83,10 @@ def compare(
     Where files may have changed since their digests were recorded, their bytes are compared with the digests first.
     A file that cannot be read is damage of its tensors.
     """
-    redescribed = {}
-    changed = []
-    damaged = {}
-    differing: list[str] = []
-    undecided: list[str] = []
-    num_equal = num_unread = 0
+    found = TensorDifference(
+        sorted(first.tensors.keys() - second.tensors.keys()),
+        sorted(second.tensors.keys() - first.tensors.keys()),
+    )
     sides = (first, second)
     changed_files = {(side.root, file) for side in sides for file in _changed_files(side)}
     for fqn, one in first.tensors.items():
@@ -97,7 +95,7 @@ def compare(
             continue
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             before, after = (f"{each.dtype} {list(each.shape)}" for each in (one, other))
-            redescribed[fqn] = (before, after)
+            found.redescribed[fqn] = (before, after)
             continue
         stored = [(first.root, one), (second.root, other)]
         is_same = have_same_digests(one, other)
@@ -105,7 +103,7 @@ def compare(
             digests = digests_of(one), digests_of(other)
             is_known = None not in (*digests[0].values(), *digests[1].values())
             is_known = is_known and digests[0].keys() == digests[1].keys()
-            (differing if is_known else undecided).append(fqn)
+            (found.differing if is_known else found.undecided).append(fqn)
             continue
         if is_same:
             stored = [
@@ -113,25 +111,15 @@ def compare(
                 for root, tensor in stored
                 if any((root, each.file) in changed_files for each in tensor.slices)
             ]
-            num_unread += not stored
-        found = [damage_problem(*side) for side in stored]
-        if problems := tuple(filter(None, found)):
-            damaged[fqn] = problems
+            found.num_unread += not stored
+        problems = [damage_problem(*side) for side in stored]
+        if any(problems):
+            found.damaged[fqn] = tuple(filter(None, problems))
         elif not is_same and (change := _change(fqn, first, second)):
-            changed.append(change)
+            found.changed.append(change)
         else:
-            num_equal += 1
-    return TensorDifference(
-        tuple(sorted(first.tensors.keys() - second.tensors.keys())),
-        tuple(sorted(second.tensors.keys() - first.tensors.keys())),
-        redescribed,
-        tuple(changed),
-        num_equal,
-        num_unread,
-        damaged,
-        tuple(differing),
-        tuple(undecided),
-    )
+            found.num_equal += 1
+    return found
 
 
 def _changed_files(side: StoredTensors) -> set[str]:

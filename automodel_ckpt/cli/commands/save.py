@@ -23,7 +23,7 @@ Make a running ckpt-train save at its next step, and print the path of the publi
 
 def run(arguments: Namespace) -> int:
     """Run ``ckpt save``. Raises :class:`RecipeError` if no job runs there, and SaveFailed if it does not save."""
-    from automodel_ckpt.checkpoint.run.lock_file import request_save
+    from automodel_ckpt.checkpoint.run.save_requests import request_save
 
     if is_store_url(arguments.path):
         raise RecipeError(

@@ -20,13 +20,8 @@ from automodel_ckpt.checkpoint.files.safe_open import (
     without_links,
 )
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, Strings, TextDict, Texts, ValueDict
-from automodel_ckpt.checkpoint.parts.slices import (
-    Slice,
-    Tensor,
-    TensorDict,
-    TensorMap,
-    tiling_fault,
-)
+from automodel_ckpt.checkpoint.parts.manifest import tiling_fault
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, TensorDict, TensorMap
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.errors import TAKE_ANOTHER, CheckpointUnusable, RecipeError, unusable
 

@@ -17,16 +17,25 @@ from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import json_bytes, parse_json
 from automodel_ckpt.checkpoint.files.type_aliases import Files, Strings, TextDict, ValueDict, Values
-from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, Data, FileJob, run_all
-from automodel_ckpt.checkpoint.jobs.rank_manifest import (
+from automodel_ckpt.checkpoint.jobs.jobs import (
+    Blocks,
+    Chunk,
+    Data,
+    FileJob,
     RankManifest,
-    environment,
     merge_files,
     merge_tree,
     readable_bytes,
+    run_all,
 )
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.manifest import Manifest, StateRecord, Summary, Tree
+from automodel_ckpt.checkpoint.parts.manifest import (
+    Manifest,
+    StateRecord,
+    Summary,
+    Tree,
+    environment,
+)
 from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.resume import metric_of
@@ -224,7 +233,7 @@ def _losses(planned: NewCheckpoint) -> ValueDict:
 
 
 def _manifest(planned: NewCheckpoint, written: RankManifest) -> Manifest:
-    model = merge_tree(MODEL, _FORMAT, [written], {})
+    model = merge_tree(MODEL, Tree(_FORMAT, {}, {}), [written])
     trees = {MODEL: _without_ties(model, planned.side_files.get(_CONFIG))}
     state = {MODEL: StateRecord("module", "replicated", f"{MODEL}/")}
     lineage = dict(planned.lineage)

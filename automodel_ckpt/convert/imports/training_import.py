@@ -18,8 +18,7 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.jobs.described_tree import DescribedTree
-from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
-from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest, merge_tree
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, RankManifest, merge_tree
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, StateRecord, Tree
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import KeyPath
@@ -232,7 +231,7 @@ def training_jobs(planned: TrainingImport) -> Iterator[FileJob]:
 
 def written_optimizer(written: RankManifest) -> Tree:
     """Return the tree of the optimizer as :func:`training_jobs` wrote it."""
-    return merge_tree(OPTIMIZER, _FORMAT, [written], {})
+    return merge_tree(OPTIMIZER, Tree(_FORMAT, {}, {}), [written])
 
 
 def _tree(optimizer: OptimizerState, schedule: Values | None) -> DescribedTree:

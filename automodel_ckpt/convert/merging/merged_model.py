@@ -236,8 +236,8 @@ class MergedModel:
             return cast(whole_checked(_ROOT, stored), stored.dtype, dtype)
         import torch
 
-        from automodel_ckpt.checkpoint.formats.description import DTYPES
         from automodel_ckpt.checkpoint.state.quantized_tensors import dequantized_rows
+        from automodel_ckpt.checkpoint.state.storable import DTYPES
 
         # Rounded as the base is when an adapter is trained on it.
         values = torch.empty(quantized.shape, dtype=DTYPES[stored.dtype], device="cpu")

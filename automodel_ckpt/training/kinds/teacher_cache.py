@@ -14,7 +14,7 @@ from torch import Tensor
 
 from automodel_ckpt.base.store_url import cache_directory
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.parts.failures import raise_on_all_ranks
 from automodel_ckpt.config.keys.kinds import DistillConfig
 from automodel_ckpt.data.batches.micro_batches import collate, isolated_rng, read_sample
 from automodel_ckpt.data.samples.teacher_targets import (

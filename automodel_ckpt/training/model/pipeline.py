@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.parts.discovery import classify
-from automodel_ckpt.checkpoint.state.module_tensors import record_complete_tensors
-from automodel_ckpt.checkpoint.state.optimizer_state import Owners
+from automodel_ckpt.checkpoint.state.module_tensors import Owners, record_complete_tensors
 from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.pipeline_stage import (

@@ -20,7 +20,6 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files.layout import RankLayout
 from automodel_ckpt.checkpoint.files.type_aliases import Shape, TextDict
-from automodel_ckpt.checkpoint.formats.description import DTYPES
 from automodel_ckpt.checkpoint.options import Level
 from automodel_ckpt.checkpoint.sources.source import MODEL, Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module, module_shapes
@@ -30,6 +29,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     stored_layout,
     unwrap,
 )
+from automodel_ckpt.checkpoint.state.storable import DTYPES
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.build import fresh_dtype

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
-from automodel_ckpt.checkpoint.state.module_tensors import stored_layout, unwrap
-from automodel_ckpt.checkpoint.state.optimizer_state import trained_by_all
+from automodel_ckpt.checkpoint.state.module_tensors import stored_layout, trained_by_all, unwrap
 from automodel_ckpt.config.callables.plugins import build, callable_of
 from automodel_ckpt.config.keys.optimizer import (
     OptimizerConfig,

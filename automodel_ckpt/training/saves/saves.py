@@ -18,9 +18,9 @@ from automodel_ckpt.checkpoint.files.type_aliases import Values
 from automodel_ckpt.checkpoint.parts.discovery import discover
 from automodel_ckpt.checkpoint.parts.failures import text_while_running
 from automodel_ckpt.checkpoint.run.links import TO_HUB, clear_links
-from automodel_ckpt.checkpoint.run.lock_file import answer_save_request, is_save_requested
 from automodel_ckpt.checkpoint.run.notes import SAVES
 from automodel_ckpt.checkpoint.run.resume import is_better, metric_of
+from automodel_ckpt.checkpoint.run.save_requests import answer_save_request, is_save_requested
 from automodel_ckpt.checkpoint.saving.save import SaveReport
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader

@@ -15,7 +15,7 @@ import torch
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.layout import TEXT_LOG, TRAINING_LOG, VALIDATION_LOG
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
-from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.parts.failures import raise_on_all_ranks
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.saving.save import SaveReport
 from automodel_ckpt.config.keys.monitoring import LoggingConfig

@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise
+from automodel_ckpt.checkpoint.parts.failures import gather_or_raise
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import AutomodelError, RecipeError

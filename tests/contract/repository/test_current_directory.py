@@ -119,8 +119,8 @@ def test_one_module_starts_python() -> None:
     assert starts == {
         "base/python_child.py": {"subprocess.Popen"},
         "base/terminal.py": {"os.execve"},  # the same command again, in another mode
-        "checkpoint/jobs/rank_manifest.py": {"subprocess.run"},  # git
+        "checkpoint/parts/manifest.py": {"subprocess.run"},  # git
         "cli/commands/env.py": {"subprocess.run"},  # git, nvidia-smi
     }
-    for path in ("checkpoint/jobs/rank_manifest.py", "cli/commands/env.py"):
+    for path in ("checkpoint/parts/manifest.py", "cli/commands/env.py"):
         assert (PACKAGE / path).read_text().count("sys.executable") == 1, "it is only reported"

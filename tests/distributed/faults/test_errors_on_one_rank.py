@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, loader
 from automodel_ckpt.checkpoint.export import consolidate
-from automodel_ckpt.checkpoint.saving import exports
+from automodel_ckpt.checkpoint.saving import publisher
 from automodel_ckpt.checkpoint.saving.background import Background
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
@@ -128,7 +128,7 @@ def a_failed_asynchronous_save_that_cannot_be_stopped(case: Case) -> None:
     saver = case.checkpointer(is_async=True)
     saver.save(STATE, step=1, epoch=0)
     saver.wait_for_save()
-    case.fails_on(0, exports, "run_all", disk_full())
+    case.fails_on(0, publisher, "run_all", disk_full())
     case.fails_on(0, Background, "start", disk_full())
     case.fails_on(1, Background, "abandon", OSError(11, "cannot start a process"))
     saver.save(STATE, step=2, epoch=0)

@@ -18,8 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.formats.description import TreeDescription
-from automodel_ckpt.checkpoint.formats.planning import Share, TreeLayout, TreePlan
+from automodel_ckpt.checkpoint.formats.planning import Share, TreeDescription, TreePlan
 from automodel_ckpt.checkpoint.formats.rank_files import (
     ShardFiles,
     item_jobs,
@@ -29,18 +28,17 @@ from automodel_ckpt.checkpoint.formats.rank_files import (
     shard_jobs,
 )
 from automodel_ckpt.checkpoint.formats.reading import read_tree
-from automodel_ckpt.checkpoint.jobs import rank_manifest
-from automodel_ckpt.checkpoint.jobs.jobs import run_all
-from automodel_ckpt.checkpoint.jobs.rank_manifest import (
+from automodel_ckpt.checkpoint.jobs import jobs
+from automodel_ckpt.checkpoint.jobs.jobs import (
     RankManifest,
     finalize,
     merge_tree,
     read_rank_manifests,
+    run_all,
 )
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
-from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
-from automodel_ckpt.checkpoint.parts.slices import tiling_fault
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree, tiling_fault
+from automodel_ckpt.checkpoint.parts.slices import RegularSlices
 from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from tests.support import ranks
 from tests.support.dcp_metadata import metadata_by_torch
@@ -147,34 +145,31 @@ def save_all(made: list[Case], directory: Path) -> Path:
             TreePlan("model", "model", states[0], nested=False),
             TreePlan("optimizer", "optim", states[1], nested=True),
         ]
-        for tree in trees[rank]:
-            tree.flatten()
         described[rank] = [tree.describe() for tree in trees[rank]]
     staging = commit.reserve(directory, "epoch_0_step_20")
     for tree in trees[0]:
         (staging / tree.directory).mkdir()
-    layouts: list[TreeLayout] = []
     for rank, of_rank in trees.items():
         written = RankManifest(rank)
         for number, tree in enumerate(of_rank):
             tree.assign(shares_of(number))
             if number == 0:
-                layouts.append(lay_out_shards(tree, files))
-                jobs = list(shard_jobs(tree, rank, layouts[-1], files))
+                tree.layout = lay_out_shards(tree, files)
+                my_jobs = list(shard_jobs(tree, rank, files))
             else:
-                layouts.append(lay_out_items(tree))
-                jobs = list(item_jobs(tree, rank, layouts[-1]))
-            written.trees[tree.name] = layouts[-1].rank_tree()
-            run_all(jobs, staging, written)
+                tree.layout = lay_out_items(tree)
+                my_jobs = list(item_jobs(tree, rank))
+            written.trees[tree.name] = tree.layout.rank_tree()
+            run_all(my_jobs, staging, written)
         (staging / layout.rank_manifest_file(rank)).write_bytes(written.to_bytes())
     planned = {
-        "model": Tree("safetensors", layouts[0].tensors, {}),
-        "optimizer": Tree("torch_save", layouts[1].tensors, {}),
+        "model": Tree("safetensors", trees[0][0].layout.tensors, {}),
+        "optimizer": Tree("torch_save", trees[0][1].layout.tensors, {}),
     }
     partial_manifest = replace(example(), state={}, trees=planned, files={})
-    rank_manifest.MIN_TABLE_ROWS = 0
+    jobs.MIN_TABLE_ROWS = 0
     written_by_all = read_rank_manifests(staging, WORLD)
-    merged = merge_tree("optimizer", "torch_save", written_by_all, {}, planned["optimizer"])
+    merged = merge_tree("optimizer", planned["optimizer"], written_by_all)
     plan = trees[0][1]
     assert pickle.loads(metadata_of(plan, merged)) == metadata_by_torch(merged, dict(plan.paths))
     finalize(staging, partial_manifest, written_by_all)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from automodel_ckpt.checkpoint.run.resume import stamp
+from automodel_ckpt.checkpoint.parts.commit import stamp
 from tests.hostile.harness.readers import CHECKS, EXPORTS, LISTS, LOGS, PRUNES, RESUMES
 from tests.hostile.harness.victim import NAME, Attacked
 

@@ -15,12 +15,12 @@ from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.memory.nodes import open_memory
 from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside, saves_set_aside
+from automodel_ckpt.checkpoint.node_directories import RunGeneration
 from automodel_ckpt.checkpoint.parts.commit import point
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.remote import background
 from automodel_ckpt.checkpoint.remote.child_process import Status, only_one
-from automodel_ckpt.checkpoint.run import lock_file, notes
-from automodel_ckpt.checkpoint.run.generation import RunGeneration
+from automodel_ckpt.checkpoint.run import notes, save_requests
 from automodel_ckpt.checkpoint.run.links import pending
 from automodel_ckpt.checkpoint.run.notes import read_note
 from automodel_ckpt.checkpoint.store.transfer import UploadMemory
@@ -214,8 +214,8 @@ def _hangs(run: Path) -> int:
 
 def _save_request(run: Path) -> int:
     """What a start does with a request that was left, and ``ckpt save`` with the answer."""
-    lock_file.remove_leftover_request(run)
-    lock_file.is_save_requested(run)
+    save_requests.remove_leftover_request(run)
+    save_requests.is_save_requested(run)
     read_note(run, layout.SAVE_ANSWER)
     return 0
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from automodel_ckpt.checkpoint.jobs.rank_manifest import environment
+from automodel_ckpt.checkpoint.parts.manifest import environment
 from automodel_ckpt.convert.formats.registry import FORMATS
 from tests.support.anonymous_memory import give_back_free_memory
 

@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.export.base_identity import identify_base
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import digest_of
-from automodel_ckpt.checkpoint.jobs import rank_manifest
+from automodel_ckpt.checkpoint.jobs import jobs
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets, peft_document
 from automodel_ckpt.checkpoint.sources.source import BaseMaps
 from automodel_ckpt.checkpoint.state.module_tensors import module_state, tensor_specs
@@ -95,8 +95,8 @@ def pristine(form: str = "shards") -> Path:
     made = recipe()
     tiny.train(made)
     layouts = {"model_layout": "hf"} if form == "hf" else {}
-    limit = 0 if form == "tables" else rank_manifest.MIN_TABLE_ROWS
-    with mock.patch.object(rank_manifest, "MIN_TABLE_ROWS", limit):
+    limit = 0 if form == "tables" else jobs.MIN_TABLE_ROWS
+    with mock.patch.object(jobs, "MIN_TABLE_ROWS", limit):
         path = tiny.save(
             holder,
             made,

@@ -16,11 +16,10 @@ from automodel_ckpt.checkpoint.export.hf_assets import consolidate_script
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import dtype_code
 from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of
-from automodel_ckpt.checkpoint.files.safetensors_header import build_header
+from automodel_ckpt.checkpoint.files.safetensors_header import build_header, shard_header
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor
-from automodel_ckpt.checkpoint.parts.verify import shard_header
+from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.checkpoint.sources.source import BaseMaps
 
@@ -74,13 +73,11 @@ def write_shards(
     for rank, mine in by_rank.items():
         entries = [(p.fqn, dtype_code(str(tensors[p.fqn].dtype)), p.box.sizes) for p in mine]
         if global_shape:
-            shapes = [tuple(tensors[p.fqn].shape) for p in mine]
-            header, starts = shard_header(
-                [
-                    (f, d, p.box.offsets, n, shape)
-                    for (f, d, n), p, shape in zip(entries, mine, shapes, strict=True)
-                ]
-            )
+            described = []
+            for piece, (fqn, dtype, sizes) in zip(mine, entries, strict=True):
+                stored = Slice(fqn, dtype, piece.box.offsets, sizes, "", 0, nbytes_of(dtype, sizes))
+                described.append((stored, tuple(tensors[fqn].shape)))
+            header, starts = shard_header(described)
         else:
             info = {piece.fqn: {"saved_offsets": list(piece.box.offsets)} for piece in mine}
             metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}

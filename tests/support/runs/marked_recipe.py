@@ -8,7 +8,7 @@ import torch
 
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves
-from automodel_ckpt.checkpoint.saving.exports import Exports
+from automodel_ckpt.checkpoint.saving.publisher import Exports
 from automodel_ckpt.checkpoint.saving.save import SaveReport
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune

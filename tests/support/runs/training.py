@@ -15,7 +15,7 @@ import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import automodel_ckpt
-from automodel_ckpt.checkpoint.jobs.rank_manifest import environment
+from automodel_ckpt.checkpoint.parts.manifest import environment
 from automodel_ckpt.config.callables.prepare import prepare
 from automodel_ckpt.config.callables.trust import Trust
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe

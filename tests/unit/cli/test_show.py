@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint.parts import slices
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.parts.manifest import tiling_fault
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.tensors import box_reader
 from automodel_ckpt.checkpoint.tensors.statistics import statistics_of
 from automodel_ckpt.cli.ckpt import main

@@ -124,25 +124,6 @@ def test_a_checkpoint_with_a_name_that_is_not_durable_is_removed(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_withdrawn_checkpoint_has_lost_its_name_durably_before_its_files_are_deleted(
-    tmp_path: Path, calls: list[tuple[str, str]]
-) -> None:
-    (tmp_path / "epoch_0_step_20").mkdir()
-    calls.clear()
-    commit.withdraw(tmp_path / "epoch_0_step_20")
-    assert [call for call, _ in calls] == ["rename", "fsync"]
-    assert calls[1] == ("fsync", tmp_path.name)
-
-
-def test_a_superseded_checkpoint_has_its_new_name_durably_before_its_old_name_is_used_again(
-    tmp_path: Path, calls: list[tuple[str, str]]
-) -> None:
-    (tmp_path / "epoch_0_step_20").mkdir()
-    calls.clear()
-    aside = commit.supersede(tmp_path, "epoch_0_step_20")
-    assert calls == [("rename", aside), ("fsync", tmp_path.name)]
-
-
 def test_a_new_export_is_durable_before_the_old_one_is_deleted_without_a_swap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, str]]
 ) -> None:

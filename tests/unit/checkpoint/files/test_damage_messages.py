@@ -5,6 +5,7 @@ import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.safe_open import SPARSE_FROM_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
+from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts import verify
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
 from tests.support.models import tiny
 from tests.support.models.shards import checkpoint_in
 
@@ -192,3 +194,35 @@ def test_shards_in_no_place_to_export_from(tmp_path: Path, checkpoint: Path) -> 
     os.mkfifo(odd / "a.safetensors")
     with pytest.raises(CheckpointUnusable, match="a file of the model is not a regular file"):
         open_source(odd)
+
+
+def index_with(directory: Path, content: Any) -> Path:
+    path = directory / "model.safetensors.index.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "the index of the weights cannot be read"),
+        ("[" * 100_000, "the index of the weights cannot be read"),
+        ([1], "no weight_map of file names"),
+        ({}, "no weight_map of file names"),
+        ({"weight_map": ["a"]}, "no weight_map of file names"),
+        ({"weight_map": {"a": 1}}, "outside of its directory"),
+        ({"weight_map": {"a": "../x.safetensors"}}, "outside of its directory"),
+        ({"weight_map": {"a": "/x.safetensors"}}, "outside of its directory"),
+        ({"weight_map": {"a": "inner/x.safetensors"}}, "outside of its directory"),
+        ({"weight_map": {"a": "x\0.safetensors"}}, "outside of its directory"),
+        ({"weight_map": {"a": ""}}, "outside of its directory"),
+    ],
+)
+@pytest.mark.parametrize("kind", [CheckpointUnusable, RecipeError])
+def test_an_invalid_index_is_an_error_of_the_requested_kind(
+    tmp_path: Path, content: Any, message: str, kind: type[AutomodelError]
+) -> None:
+    index = index_with(tmp_path, content)
+    with pytest.raises(kind) as caught:
+        read_weight_map(index, kind=kind)
+    assert message in str(caught.value) and str(index) in str(caught.value)

@@ -75,14 +75,3 @@ def test_on_another_node_or_mount_only_a_day_without_a_change_counts(left: Path)
     age(left / "file", 2 * durable_io.ABANDONED_SECONDS)
     age(left, 2 * durable_io.ABANDONED_SECONDS)
     assert is_abandoned(left)
-
-
-def test_names_of_one_process_differ_and_say_nothing_of_other_file_systems(tmp_path: Path) -> None:
-    one, other, elsewhere = (
-        owner_digits(tmp_path),
-        owner_digits(tmp_path),
-        owner_digits(Path("/proc")),
-    )
-    assert one != other and one[:24] == other[:24] and len(one) == 32
-    assert one[:8] != elsewhere[:8] and one[8:24] == elsewhere[8:24]
-    int(one, 16)

@@ -41,9 +41,7 @@ class Saver:
             discover(self.made),
             step=step,
             epoch=0,
-            config_yaml="seed: 1\n",
             losses={"step": step},
-            progress={},
             validated=validated,
             on_saved=self.reports.append,
         )
@@ -271,16 +269,6 @@ def test_a_publication_that_fails_in_the_background_is_reported(
         saver.checkpointer.wait_for_save()
 
 
-def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
-    saver = Saver(tmp_path)
-    saver.pause()
-    saver.save(1)
-    writer = saver.writer
-    threading.Timer(0.3, os.kill, (writer, signal.SIGCONT)).start()
-    saver.checkpointer.close()
-    assert latest(tmp_path) == "epoch_0_step_1" and not is_there(writer)
-
-
 def is_there(pid: int) -> bool:
     """Whether a process runs; one that has ended and was not waited for does not."""
     try:
@@ -482,36 +470,6 @@ def test_an_export_in_the_background_begins_after_the_publication_and_is_waited_
     exporter.checkpointer.close()
     # The log did not state a command for what followed.
     assert export_of(report).is_file() and report.export_command is None
-
-
-def test_with_adapter_files_nothing_more_is_exported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "automodel_ckpt")
-    saver = tiny.checkpointer(tmp_path, save_consolidated="every", **FORMATS["adapter"])
-    state = discover(tiny.recipe())
-    losses = {"step": 1, "val_loss": 1.0}
-    report = saver.save(
-        state,
-        step=1,
-        epoch=0,
-        config_yaml="",
-        progress={},
-        losses=losses,
-        validated=True,
-        last=True,
-    )
-    saver.exports.export_best()
-    saver.exports.export_if_missing(report.path, last=True)
-    saver.close()
-    assert (report.export, report.export_failure) == (None, None)
-    assert (report.path / "model/adapter_model.safetensors").is_file()
-    assert not (report.path / "model/consolidated").exists()
-    assert (
-        f"export_best: nothing to export, the model files of {report.path} are already"
-        in caplog.text
-    )
-    assert "no checkpoint was validated" not in caplog.text
 
 
 def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe(

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from automodel_ckpt.checkpoint import HFAssets, Manifest, discover
+from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
 from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
-from tests.support.models.sizes import model_sizes
 
 LAYOUTS: list[dict[str, Any]] = [{}, {"is_async": True}]
 IDS = ["sync", "async"]
@@ -199,32 +197,3 @@ def test_commands_count_what_is_shared_once(
     manifest_bytes = total // 3
     assert all(entry["nbytes"] < manifest_bytes + 20_000 - shared_bytes for entry in pruned)
     assert_complete(run, 3)
-
-
-def test_transformers_loads_what_was_saved_in_separate_files(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **model_sizes(hidden=16, inner=16, layers=2, heads=2, vocab=32), initializer_range=0.3
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.1" in name)
-    options = {"save_consolidated": False, "incremental": True}
-    assets = {"model": HFAssets.from_model(model)}
-    saver = tiny.checkpointer(tmp_path, assets=assets, **options)
-    for step in (1, 2):
-        with torch.no_grad():
-            model.model.layers[1].mlp.up_proj.weight += 1
-        saver.save({"model": model}, step=step, epoch=0)
-    saver.close()
-    assert shared(tmp_path, 1, 2)
-    path = tmp_path / "exported"
-    assert main(["export", str(tmp_path / "epoch_0_step_2"), "--output", str(path)]) == 0
-    ids = torch.arange(8)[None]
-    loaded = AutoModelForCausalLM.from_pretrained(path)
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
-
-
-def test_nothing_is_shared_if_that_is_switched_off(tmp_path: Path) -> None:
-    save_all(tmp_path, tiny.recipe(), 1, 2, incremental=False)
-    assert shared(tmp_path, 1, 2) == set() and not list(tmp_path.rglob("*frozen*"))

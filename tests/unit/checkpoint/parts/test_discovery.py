@@ -128,7 +128,7 @@ def test_two_attributes_for_one_place_are_refused_by_name() -> None:
 def test_a_schedule_without_its_optimizer_is_refused() -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1)
     state = discover(recipe(schedule=torch.optim.lr_scheduler.ConstantLR(optimizer)))
-    with pytest.raises(RecipeError, match="drives an optimizer that is not part"):
+    with pytest.raises(RecipeError, match="drives an optimizer that is not saved"):
         classify(state)
 
 

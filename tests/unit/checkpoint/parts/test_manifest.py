@@ -1,6 +1,5 @@
 """MANIFEST.json: what it keeps, and what it refuses."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint.files.durable_file import FileRecord, digest_of
-from automodel_ckpt.checkpoint.jobs.rank_manifest import (
+from automodel_ckpt.checkpoint.jobs.jobs import (
     RankManifest,
     RankTree,
     finalize,
@@ -49,13 +48,6 @@ def example() -> Manifest:
         },
         files={"model/a": FileRecord(24, "xxh3_128:22"), "rng/r.pt": FileRecord(0, "xxh3_128:33")},
     )
-
-
-def test_what_is_written_is_read_again() -> None:
-    manifest = example()
-    read = Manifest.parse(manifest.to_bytes(), WHERE)
-    assert replace(read, digest="") == manifest
-    assert json.loads(manifest.to_bytes())["digest"] == read.digest
 
 
 def test_every_flipped_bit_is_noticed() -> None:
@@ -129,15 +121,6 @@ def of_tensors(names: Iterable[str]) -> Manifest:
     return replace(
         example(), state={}, trees={"model": Tree("safetensors", tensors, {})}, files=files
     )
-
-
-def test_a_manifest_much_larger_than_the_data_is_read_again(tmp_path: Path) -> None:
-    manifest = of_tensors(f"{number:04}" * 4400 for number in range(1000))
-    data = manifest.to_bytes()
-    assert len(data) > 16 << 20 > 100 * manifest.nbytes
-    (tmp_path / "MANIFEST.json").write_bytes(data)
-    assert len(Manifest.read(tmp_path).trees["model"].tensors) == 1000
-    assert Summary.read(tmp_path).nbytes == 1000 * 8
 
 
 def test_a_checkpoint_that_a_reader_would_reject_is_never_finalized(tmp_path: Path) -> None:

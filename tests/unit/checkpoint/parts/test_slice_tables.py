@@ -12,10 +12,10 @@ import xxhash
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import digest_of
-from automodel_ckpt.checkpoint.jobs import rank_manifest
+from automodel_ckpt.checkpoint.jobs import jobs
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slice_table import ROW, SEGMENT
+from automodel_ckpt.checkpoint.parts.slices import RegularSlices
 from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.run.maintenance import drop_optimizer
 from automodel_ckpt.checkpoint.tensors.box_reader import require_intact
@@ -35,7 +35,7 @@ FORMATS = {
 def saved(root: Path, monkeypatch: pytest.MonkeyPatch, *, rows: int = 0, **options: str) -> Path:
     """A checkpoint with tables where a tree has at least *rows* slices."""
     with monkeypatch.context() as patched:
-        patched.setattr(rank_manifest, "MIN_TABLE_ROWS", rows)
+        patched.setattr(jobs, "MIN_TABLE_ROWS", rows)
         made = tiny.recipe(1)
         tiny.train(made)
         return tiny.save(root, made, **options).path

@@ -1,10 +1,13 @@
 """The geometry of slices, checked against NumPy."""
 
+import itertools
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_ckpt.checkpoint.parts.slices import Box, intersection, overlap, tiling_fault
+from automodel_ckpt.checkpoint.parts.manifest import MAX_CUT_DIMENSIONS, tiling_fault
+from automodel_ckpt.checkpoint.parts.slices import Box, intersection, overlap
 
 
 @st.composite
@@ -57,3 +60,12 @@ def test_two_boxes_tile_a_shape_only_if_every_element_is_in_exactly_one(
     for box in (a, b):
         count[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] += 1
     assert (tiling_fault([a, b], shape) is None) == bool((count == 1).all())
+
+
+def test_slices_may_partition_a_limited_number_of_dimensions() -> None:
+    for num_cut, is_allowed in ((MAX_CUT_DIMENSIONS, True), (MAX_CUT_DIMENSIONS + 1, False)):
+        corners = itertools.product((0, 1), repeat=num_cut)
+        boxes = [Box(corner, (1,) * num_cut) for corner in corners]
+        fault = tiling_fault(boxes, (2,) * num_cut)
+        assert (fault is None) is is_allowed
+        assert is_allowed or "more than" in str(fault)

@@ -12,7 +12,7 @@ from automodel_ckpt.base.store_url import scratch_directory
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import digest_of
-from automodel_ckpt.checkpoint.jobs import rank_manifest
+from automodel_ckpt.checkpoint.jobs import jobs
 from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import background, fetch
@@ -62,7 +62,7 @@ def test_a_disk_without_space_does_not_prevent_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if has_tables:
-        monkeypatch.setattr(rank_manifest, "MIN_TABLE_ROWS", 0)
+        monkeypatch.setattr(jobs, "MIN_TABLE_ROWS", 0)
     saved = write_run(tmp_path / "local", **options)
     url = f"file://{tmp_path}/store"
     run = in_store(url, tmp_path / "local")

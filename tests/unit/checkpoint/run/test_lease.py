@@ -4,13 +4,11 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,87 +211,6 @@ def test_where_there_are_no_locks_the_beat_alone_decides(
 def test_a_lock_file_of_any_other_content_is_no_obstacle(tmp_path: Path, content: bytes) -> None:
     (tmp_path / LOCK_FILE).write_bytes(content)
     Lease(tmp_path).release()
-
-
-# ---------------------------------------------------------------- two mounts of one directory, as users have them
-
-HOLD_ON_A_MOUNT = """
-import os, signal, sys, time
-from pathlib import Path
-from automodel_ckpt.checkpoint.run.lease import Lease
-from automodel_ckpt.errors import LeaseLost
-root = Path(sys.argv[1])
-suspend = Path(sys.argv[1] + ".suspend")
-lease = Lease(root, beat_seconds=0.2, watch_seconds=3)
-while True:
-    try:
-        lease.check()
-    except LeaseLost as lost:
-        print(lost.problems[0].what, flush=True)
-        break
-    with open(root / "log", "a") as log:
-        log.write(f"{sys.argv[1]}\\n")
-    print("wrote", flush=True)
-    time.sleep(0.1)
-    if suspend.exists():
-        # Not between the check and a write: no check can cover a write that has begun.
-        suspend.unlink()
-        os.kill(os.getpid(), signal.SIGSTOP)
-"""
-
-
-@pytest.fixture
-def mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """Two FUSE mounts of one directory, whose locks the kernel does not share."""
-    (tmp_path / "real").mkdir()
-    made = (tmp_path / "a", tmp_path / "b")
-    try:
-        for mount in made:
-            mount.mkdir()
-            subprocess.run(["bindfs", tmp_path / "real", mount], check=True, capture_output=True)
-        yield made
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no FUSE here: {error.stderr.decode().strip()}")
-    finally:
-        for mount in made:
-            subprocess.run(["umount", "-l", mount], check=False, capture_output=True)
-
-
-@pytest.mark.skipif(shutil.which("bindfs") is None, reason="bindfs is not installed")
-def test_two_mounts_of_one_directory_have_one_run_and_a_suspended_one_writes_nothing_when_it_wakes(
-    mounts: tuple[Path, Path],
-) -> None:
-    def start(mount: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", HOLD_ON_A_MOUNT, str(mount)]
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    def line(process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        return process.stdout.readline()
-
-    first, rejected = start(mounts[0]), None
-    second = None
-    try:
-        assert line(first) == "wrote\n"
-        rejected = start(mounts[1])
-        assert "another process is using" in rejected.communicate(timeout=120)[0]
-        suspend = Path(f"{mounts[0]}.suspend")
-        suspend.touch()
-        while suspend.exists():
-            time.sleep(0.01)
-        second = start(mounts[1])
-        assert line(second) == "wrote\n"
-        before = (mounts[0].parent / "real" / "log").read_text().count(str(mounts[0]))
-        os.kill(first.pid, signal.SIGCONT)
-        assert "another run has taken over" in first.communicate(timeout=120)[0].splitlines()[-1]
-        assert (mounts[0].parent / "real" / "log").read_text().count(str(mounts[0])) == before
-        assert line(second) == "wrote\n"
-    finally:
-        for process in filter(None, (first, rejected, second)):
-            process.kill()
-            process.communicate()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory"])

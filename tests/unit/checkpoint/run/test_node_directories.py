@@ -1,19 +1,23 @@
 """What a start does with checkpoints that its nodes do not have completely: one node, without a process group."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from automodel_ckpt.base.store_url import scratch_directory
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.memory.save_files import SAVE
 from automodel_ckpt.checkpoint.memory.survey import CheckpointOnNodes, _complete
-from automodel_ckpt.checkpoint.node_directories import NodeDirectories
+from automodel_ckpt.checkpoint.node_directories import NodeDirectories, RunGeneration
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.errors import AutomodelError
+from tests.support.models import tiny
 from tests.support.runs.stored_runs import FIRST, SECOND, write_run
 
 FOREIGN = "epoch_0_step_30"
@@ -137,3 +141,33 @@ def test_what_has_the_name_of_a_checkpoint_of_another_node_is_renamed(
     assert sorted(os.listdir(root / SECOND)) == [SAVE, layout.MANIFEST]
     aside = root / f"{SECOND}.superseded-1"
     assert [path.name for path in aside.iterdir()] == ["notes.txt"]
+
+
+def test_a_start_on_one_node_keeps_what_it_has_saved_when_it_goes_back(tmp_path: Path) -> None:
+    options = CheckpointOptions(scratch_dir=str(tmp_path / "scratch"))
+    url = f"file://{tmp_path}/store"
+    root = scratch_directory(url, options.scratch_dir)
+    root.mkdir(parents=True)
+    # Of an earlier start, on nodes with separate directories.
+    RunGeneration().next([]).write(root)
+    state = discover(tiny.recipe())
+    first = Checkpointer(url, options=options)
+    first.open()
+    assert first.load(state) is None
+    for step in (1, 2, 3):
+        first.save(state, step=step, epoch=0)
+        if step == 2:
+            uploaded = tmp_path / "store" / "epoch_0_step_2" / layout.MANIFEST
+            while not uploaded.exists():
+                time.sleep(0.01)
+    first.wait()
+    # The disk has what is not uploaded yet, and the newest one. The run goes back to one of the store.
+    assert not (root / "epoch_0_step_2").exists()
+    went_back = first.roll_back(state, 2)
+    assert went_back is not None and went_back.step == 2
+    first.close()
+    second = Checkpointer(url, options=options)
+    second.open()
+    resumed = second.load(state)
+    second.close()
+    assert resumed is not None and resumed.path == root / "epoch_0_step_2"

@@ -3,12 +3,9 @@
 import math
 import random
 
-import pytest
-
 from automodel_ckpt.checkpoint.run.resume import (
     KeepPolicy,
     Record,
-    best_record,
     is_better,
     metric_of,
     newest_first,
@@ -71,38 +68,3 @@ def test_ten_thousand_histories_keep_what_must_stay_and_remove_all_else() -> Non
         assert policy.removable(kept, protected) == []
         assert [record.step for record in removable] == sorted(record.step for record in removable)
     assert removed_somewhere > 2_000
-
-
-@pytest.mark.parametrize(
-    ("value", "than", "mode", "expected"),
-    [
-        (1.0, None, "min", True),
-        (1.0, 2.0, "min", True),
-        (2.0, 2.0, "min", False),
-        (3.0, 2.0, "min", False),
-        (3.0, 2.0, "max", True),
-        (math.nan, None, "min", False),
-        (math.nan, 2.0, "max", False),
-        (-math.inf, 2.0, "min", False),
-        (None, None, "min", False),
-    ],
-)
-def test_only_a_strictly_better_number_is_better(
-    value: float, than: float, mode: str, expected: bool
-) -> None:
-    assert is_better(value, than, mode) is expected  # type: ignore[arg-type]
-
-
-def test_of_equals_the_earliest_is_the_best_and_nan_never_is() -> None:
-    records = [
-        Record(f"epoch_0_step_{s}", s, 0, v)
-        for s, v in [(1, math.nan), (2, 2.0), (3, 1.0), (4, 1.0), (5, None)]
-    ]
-    assert (best_record(records, "min") or records[0]).step == 3
-    assert (best_record(records, "max") or records[0]).step == 2
-    assert best_record(records[:1], "min") is None
-
-
-@pytest.mark.parametrize("value", ["nan", "1.0", True, [1.0], None, math.nan, math.inf])
-def test_what_is_no_finite_number_ranks_nothing(value: object) -> None:
-    assert metric_of({"val_loss": value}, "val_loss") is None

@@ -33,7 +33,6 @@ def test_a_link_to_nothing_is_reported_with_its_target(
     target = tmp_path / "gone" / "place"
     assert problem.where == str(link / below)
     assert problem.value == f"{link} is a link to {target}, which does not exist"
-    assert str(target) in problem.hint
     assert not target.exists()
 
 

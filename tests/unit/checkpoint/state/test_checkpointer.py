@@ -19,9 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
-from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
-from tests.support.models.shards import AdapterFiles
 
 FORMATS = ["safetensors", "torch_save"]
 Capture = pytest.CaptureFixture[str]
@@ -53,11 +51,8 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, model_save_format: An
     tiny.save(tmp_path, made, model_save_format=model_save_format)
     other = tiny.recipe(seed=2, tracker=tiny.Counter())
     resumed = tiny.load(tmp_path, other)
-    assert resumed is not None and (resumed.step, resumed.epoch, resumed.path.name) == (
-        20,
-        0,
-        "epoch_0_step_20",
-    )
+    assert resumed is not None and (resumed.step, resumed.epoch) == (20, 0)
+    assert resumed.path.name == "epoch_0_step_20"
     tiny.assert_equal_state(made, other)
     assert other.tracker.value == {"best": 1.5, "seen": [1, 2]}
     assert other.model.head is other.model.embed
@@ -67,26 +62,14 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, model_save_format: An
 
 def test_the_tree_is_that_of_the_contract(tmp_path: Path) -> None:
     tiny.save(tmp_path, tiny.recipe(tracker=tiny.Counter()))
-    assert tree(tmp_path) == sorted(
-        ["LATEST"]
-        + [
-            f"epoch_0_step_20/{name}"
-            for name in (
-                "MANIFEST.json",
-                "config.yaml",
-                "losses.json",
-                "model/shard-00001-model-00001-of-00001.safetensors",
-                "optim/.metadata",
-                "optim/__0_0.distcp",
-                "tracker.pt",
-            )
-        ]
+    files = (
+        "MANIFEST.json config.yaml losses.json model/shard-00001-model-00001-of-00001.safetensors "
+        "optim/.metadata optim/__0_0.distcp tracker.pt"
     )
+    assert tree(tmp_path) == ["LATEST", *(f"epoch_0_step_20/{name}" for name in files.split())]
     assert os.readlink(tmp_path / "LATEST") == "epoch_0_step_20"
-    assert json.loads((tmp_path / "LATEST/losses.json").read_text()) == {
-        "step": 20,
-        "val_loss": None,
-    }
+    losses = json.loads((tmp_path / "LATEST/losses.json").read_text())
+    assert losses == {"step": 20, "val_loss": None}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -151,26 +134,18 @@ def test_a_modules_extra_state_is_saved_too(tmp_path: Path) -> None:
         assert other.model.part.extra == [1, "two"]
 
 
-@pytest.mark.parametrize("change", ["shape", "missing", "extra", "dtype"])
-def test_a_changed_model_is_refused_with_a_readable_diff(tmp_path: Path, change: str) -> None:
+def test_a_changed_model_is_refused_with_a_readable_diff(tmp_path: Path) -> None:
     tiny.save(tmp_path, tiny.recipe())
-    other = tiny.recipe()
-    if change == "shape":
-        other.model.one_row = torch.nn.Parameter(torch.zeros(2, 3))
-    elif change == "missing":
-        del other.model.one_row
-    elif change == "extra":
-        other.model.more = torch.nn.Parameter(torch.zeros(2))
-    else:
-        other.model.brief = torch.nn.Parameter(torch.zeros(3, 2))
-    expected = {
-        "shape": r"~ one_row: saved as F32 \[1, 3\], here F32 \[2, 3\]",
-        "missing": "- one_row: saved, but not here",
-        "extra": r"\+ more: here, but not saved",
-        "dtype": r"~ brief: saved as BF16 \[3, 2\], here F32 \[3, 2\]",
-    }[change]
-    with pytest.raises(CheckpointUnusable, match=expected):
-        tiny.load(tmp_path, other)
+    for name, shape, expected in (
+        ("one_row", (2, 3), r"~ one_row: saved as F32 \[1, 3\], here F32 \[2, 3\]"),
+        ("one_row", None, "- one_row: saved, but not here"),
+        ("more", (2,), r"\+ more: here, but not saved"),
+        ("brief", (3, 2), r"~ brief: saved as BF16 \[3, 2\], here F32 \[3, 2\]"),
+    ):
+        other = tiny.recipe()
+        setattr(other.model, name, torch.nn.Parameter(torch.zeros(shape)) if shape else None)
+        with pytest.raises(CheckpointUnusable, match=expected):
+            tiny.load(tmp_path, other)
 
 
 def test_one_object_under_two_names_comes_back_under_both(tmp_path: Path) -> None:
@@ -180,15 +155,6 @@ def test_one_object_under_two_names_comes_back_under_both(tmp_path: Path) -> Non
     assert (path / "a.pt").exists() and not (path / "b.pt").exists()
     tiny.load(tmp_path, other)
     assert other.b.value == 5
-
-
-def test_weights_only_checkpoints_say_what_they_lack(tmp_path: Path) -> None:
-    path = tiny.save(tmp_path, tiny.recipe(), save_optimizer=False).path
-    assert not (path / "optim").exists()
-    with pytest.raises(CheckpointUnusable, match="not saved: lr_scheduler, optimizer"):
-        tiny.load(tmp_path, tiny.recipe())
-    allowed = tiny.checkpointer(tmp_path, allow_missing_state=["optimizer", "lr_scheduler"])
-    assert allowed.load(discover(tiny.recipe())) is not None
 
 
 def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
@@ -254,17 +220,9 @@ def test_a_fresh_directory_is_a_fresh_run(tmp_path: Path) -> None:
     "name", ["LATEST", "LOWEST_VAL", "epoch_0_step_20", "{root}/epoch_0_step_20", "{root}/LATEST"]
 )
 def test_restore_from_takes_every_form_of_name(tmp_path: Path, name: str) -> None:
-    tiny.save(tmp_path, tiny.recipe(), step=20, losses={"val_loss": 1.0}, validated=True)
-    tiny.save(tmp_path, tiny.recipe(), step=40, losses={"val_loss": 2.0}, validated=True)
-    request = name.format(root=tmp_path)
-    resumed = tiny.load(tmp_path, tiny.recipe(), restore_from=request)
+    validated(tmp_path, s20=1.0, s40=2.0)
+    resumed = tiny.load(tmp_path, tiny.recipe(), restore_from=name.format(root=tmp_path))
     assert resumed is not None and resumed.step == (40 if "LATEST" in name else 20)
-
-
-def test_restore_from_something_absent_names_what_is_there(tmp_path: Path) -> None:
-    tiny.save(tmp_path, tiny.recipe())
-    with pytest.raises(CheckpointUnusable, match="epoch_0_step_20"):
-        tiny.load(tmp_path, tiny.recipe(), restore_from="epoch_9_step_9")
 
 
 def run_from(root: Path, steps: list[int], **options: Any) -> tuple[int | None, list[str]]:
@@ -273,7 +231,7 @@ def run_from(root: Path, steps: list[int], **options: Any) -> tuple[int | None, 
     saver = tiny.checkpointer(root, **options)
     resumed = saver.load(discover(made))
     for step in steps:
-        saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
+        saver.save(discover(made), step=step, epoch=0)
     saver.close()
     return (resumed.step if resumed else None), sorted(
         p.name for p in root.iterdir() if p.name.startswith("epoch")
@@ -286,82 +244,39 @@ def test_a_run_that_goes_back_sets_the_abandoned_checkpoints_aside_and_a_requeue
     run_from(tmp_path, [20, 40, 60])
     step, names = run_from(tmp_path, [30, 40], restore_from="epoch_0_step_20")
     assert step == 20
-    assert names == [
-        "epoch_0_step_20",
-        "epoch_0_step_30",
-        "epoch_0_step_40",
-        "epoch_0_step_40.superseded-1",
-        "epoch_0_step_60.superseded-1",
-    ]
+    kept = ("20", "30", "40", "40.superseded-1", "60.superseded-1")
+    assert names == [f"epoch_0_step_{name}" for name in kept]
     assert run_from(tmp_path, [50], restore_from="epoch_0_step_20")[0] == 40
     assert run_from(tmp_path, [60])[0] == 50
 
 
-@pytest.mark.parametrize("values", [[3.0, 2.0, 2.0, float("nan"), 5.0, None]])
-def test_lowest_val_moves_only_to_a_strictly_better_value(
-    tmp_path: Path, values: list[float | None]
-) -> None:
+def test_lowest_val_moves_only_to_a_strictly_better_value(tmp_path: Path) -> None:
     pointed = []
-    for index, value in enumerate(values):
-        losses = {"val_loss": value}
-        tiny.save(
-            tmp_path, tiny.recipe(), step=index + 1, losses=losses, validated=value is not None
-        )
+    for step, value in enumerate([3.0, 2.0, 2.0, float("nan"), 5.0], start=1):
+        validated(tmp_path, **{f"s{step}": value})
         pointed.append(best(tmp_path))
+    tiny.save(tmp_path, tiny.recipe(), step=6)
+    pointed.append(best(tmp_path))
     assert pointed == ["epoch_0_step_1"] + ["epoch_0_step_2"] * 5
-
-
-def test_without_validation_there_is_no_lowest_val(tmp_path: Path) -> None:
-    tiny.save(tmp_path, tiny.recipe(), losses={"val_loss": 1.0}, validated=False)
-    assert best(tmp_path) is None
-
-
-def test_the_two_log_lines_are_word_for_word(
-    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with caplog.at_level(logging.INFO):
-        tiny.save(Path("checkpoints/"), tiny.recipe())
-        tiny.load(Path("checkpoints/"), tiny.recipe())
-    assert "Saving checkpoint to checkpoints/epoch_0_step_20" in caplog.messages
-    assert "Loading checkpoint from checkpoints/epoch_0_step_20" in caplog.messages
 
 
 def test_retention_keeps_what_the_policy_and_every_link_in_the_directory_ask_for(
     tmp_path: Path,
 ) -> None:
-    made, saver = (
-        tiny.recipe(),
-        tiny.checkpointer(tmp_path, keep_last=2, keep_best=1, keep_every_steps=4),
-    )
+    made = tiny.recipe()
+    saver = tiny.checkpointer(tmp_path, keep_last=2, keep_best=1, keep_every_steps=4)
     (tmp_path / "epoch_0_step_0-notes").mkdir()
     pruned: list[str] = []
     for step, value in enumerate([5.0, 1.0, 4.0, 3.0, 9.0, 9.0, 9.0], start=1):
         if step == 4:
             (tmp_path / "mine").symlink_to("epoch_0_step_3/model")
-        report = saver.save(
-            discover(made),
-            step=step,
-            epoch=0,
-            config_yaml="",
-            losses={"val_loss": value},
-            progress={},
-            validated=True,
-        )
-        pruned += report.pruned
+        losses = {"val_loss": value}
+        pruned += saver.save(
+            discover(made), step=step, epoch=0, losses=losses, validated=True
+        ).pruned
     saver.close()
-    left = sorted(p.name for p in tmp_path.iterdir())
-    assert left == [
-        "LATEST",
-        "LOWEST_VAL",
-        "epoch_0_step_0-notes",
-        "epoch_0_step_2",
-        "epoch_0_step_3",
-        "epoch_0_step_4",
-        "epoch_0_step_6",
-        "epoch_0_step_7",
-        "mine",
-    ]
+    kept = {f"epoch_0_step_{step}" for step in ("0-notes", 2, 3, 4, 6, 7)}
+    assert {p.name for p in tmp_path.iterdir()} == kept | {"LATEST", "LOWEST_VAL", "mine"}
     assert pruned == ["epoch_0_step_1", "epoch_0_step_5"]
 
 
@@ -377,11 +292,10 @@ def test_the_forecast_before_the_first_step_is_within_a_tenth_of_the_truth(
     saver = tiny.checkpointer(tmp_path, model_save_format=model_save_format)
     forecast = saver.forecast(discover(made))
     assert not made.optimizer.state or kind == "Adagrad"
-    made.model[0](torch.ones(300)).sum().backward()
-    for layer in made.model[1:]:
+    for layer in made.model:
         layer(torch.ones(300)).sum().backward()
     made.optimizer.step()
-    saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
+    saver.save(discover(made), step=1, epoch=0)
     saver.close()
     path = tmp_path / "epoch_0_step_1"
     truth = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
@@ -396,7 +310,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_
     with pytest.raises(SaveFailed, match=r"does not fit on the disk[\s\S]*1.0 kB are free"):
         saver.check_disk_space(discover(made))
     with pytest.raises(SaveFailed, match="does not fit on the disk"):
-        saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
+        saver.save(discover(made), step=1, epoch=0)
     saver.close()
     assert tree(tmp_path) == []
 
@@ -473,28 +387,16 @@ def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path:
     validated(tmp_path, s10=2.0, s20=1.0, s30=0.5)
     saver, made = tiny.checkpointer(tmp_path, restore_from="epoch_0_step_20"), tiny.recipe()
     saver.load(discover(made))
-    saver.save(
-        discover(made),
-        step=30,
-        epoch=0,
-        config_yaml="",
-        losses={"val_loss": 9.0},
-        progress={},
-        validated=True,
-    )
+    saver.save(discover(made), step=30, epoch=0, losses={"val_loss": 9.0}, validated=True)
     saver.close()
     assert best(tmp_path) == "epoch_0_step_20"
 
 
-def with_unused(seed: int, **options: Any) -> Any:
+def with_unused(seed: int) -> Any:
     """A recipe whose model has a parameter that takes no part in its output."""
     made = tiny.recipe(seed=seed)
-    made.model.unused = torch.nn.Parameter(
-        torch.full((4, 3), float(seed)), requires_grad=options.get("trains", True)
-    )
-    made.optimizer.add_param_group(
-        {"params": [made.model.unused] if options.get("trains", True) else []}
-    )
+    made.model.unused = torch.nn.Parameter(torch.full((4, 3), float(seed)))
+    made.optimizer.add_param_group({"params": [made.model.unused]})
     return made
 
 
@@ -539,35 +441,3 @@ def test_state_that_does_not_fit_these_ranks_is_recomputed_and_rank_0_reports_it
     assert warnings == [
         "The number of ranks or the data-parallel size changed: sampler is recomputed from the seed and the step"
     ]
-
-
-@pytest.mark.parametrize("saved_with_schedule", [True, False])
-def test_a_learning_rate_schedule_on_one_side_only_can_be_left_out(
-    tmp_path: Path, saved_with_schedule: bool
-) -> None:
-    """A schedule adds initial_lr to the optimizer's groups, which is then on one side only too."""
-    made, other = tiny.recipe(seed=1), tiny.recipe(seed=2)
-    tiny.train(made)
-    without = other if saved_with_schedule else made
-    del without.lr_scheduler
-    for group in without.optimizer.param_groups:
-        del group["initial_lr"]
-    tiny.save(tmp_path, made)
-    with pytest.raises(CheckpointUnusable, match="lr_scheduler"):
-        tiny.load(tmp_path, other)
-    assert tiny.load(tmp_path, other, allow_missing_state=["lr_scheduler"]) is not None
-    assert torch.equal(made.model.embed, other.model.embed)
-    moments = [one.optimizer.state[one.model.embed]["exp_avg"] for one in (made, other)]
-    assert torch.equal(*moments)
-    assert ("initial_lr" in other.optimizer.param_groups[0]) is not saved_with_schedule
-
-
-def test_the_export_of_a_save_has_all_tensors_and_verifies(tmp_path: Path) -> None:
-    options = {"save_consolidated": "every", "assets": {"model": AdapterFiles()}}
-    made = tiny.recipe()
-    exported = tiny.save(tmp_path, made, **options).path / "model/consolidated"
-    found = load_file(exported / "adapter_model.safetensors")
-    expected = {name: value for name, value in made.model.state_dict().items() if name != "head"}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert is_intact(exported)

@@ -1,5 +1,7 @@
 """A program that uses Checkpointer without a recipe: wrong calls are one clear error, in terms of the program."""
 
+import contextlib
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from automodel_ckpt import Checkpointer, CheckpointOptions
+from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError
 
 MODEL = torch.nn.Linear(2, 2)
@@ -81,12 +84,12 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "list": (lambda run: save(run, {"m": [MODEL]}), "under its own name"),
     "mapping": (lambda run: save(run, {"m": {"a": MODEL}}), "under its own name"),
     "state dict": (lambda run: save(run, {"m": MODEL.state_dict()}), "each object itself"),
-    "no module": (lambda run: save(run, {"o": OPTIMIZER}), "add their module to the state"),
+    "no module": (lambda run: save(run, {"o": OPTIMIZER}), "a module that is not part of the saved state"),
     "no optimizer": (
         lambda run: save(
             run, {"m": MODEL, "s": torch.optim.lr_scheduler.StepLR(OPTIMIZER, 1)}
         ),
-        "add the optimizer to the state",
+        "add it to the state",
     ),
     "step": (lambda run: save(run, step=10**30), "a whole number from 0 to"),
     "config": (lambda run: save(run, config_yaml={"a": 1}), "yaml.safe_dump(settings)"),
@@ -180,3 +183,59 @@ def test_a_forked_process_does_not_save_in_the_directory_of_its_parent(tmp_path:
     checkpointer.save(STATE, step=3, epoch=0)
     checkpointer.close()
     assert not (tmp_path / "run" / "epoch_0_step_2").exists()
+
+
+def test_numbers_of_torch_and_numpy_are_saved_as_numbers(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "run")
+    checkpointer.save(
+        {"model": MODEL},
+        step=np.int64(3),
+        epoch=torch.tensor(0),
+        losses={"val_loss": torch.tensor(0.5)},
+        progress={"tokens": np.int64(7)},
+        validated=True,
+    )
+    checkpointer.close()
+    assert '"val_loss": 0.5' in (tmp_path / "run/epoch_0_step_3/losses.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"keep_last": 0},
+        {"keep_last": "3"},
+        {"keep_best": -1},
+        {"verify": "all"},
+        {"best_mode": "lowest"},
+        {"model_save_format": "pickle"},
+    ],
+)
+def test_options_have_the_values_of_a_recipe(tmp_path: Path, option: Any) -> None:
+    with pytest.raises(RecipeError, match=rf"option {next(iter(option))} has no such value"):
+        Checkpointer(tmp_path / "run", options=CheckpointOptions(**option))
+
+
+def test_options_have_the_defaults_of_a_recipes_section() -> None:
+    section = CheckpointConfig()
+    for option in dataclasses.fields(CheckpointOptions):
+        default, expected = option.default, getattr(section, option.name)
+        if isinstance(default, tuple):
+            expected = tuple(expected)
+        assert default == expected, option.name
+
+
+def save_once(checkpointer: Checkpointer, state: dict[str, object]) -> Path:
+    return checkpointer.save(state, step=1, epoch=0).path
+
+
+def test_a_recipes_section_is_accepted_as_options(tmp_path: Path) -> None:
+    section = CheckpointConfig(model_save_format="torch_save", save_optimizer=False)
+    with contextlib.closing(Checkpointer(tmp_path, options=section)) as checkpointer:
+        path = save_once(checkpointer, {"model": torch.nn.Linear(2, 2)})
+    assert (path / "model" / ".metadata").is_file()
+
+
+def test_hugging_face_layouts_reject_the_format_torch_save(tmp_path: Path) -> None:
+    options = CheckpointOptions(model_layout="hf", model_save_format="torch_save")
+    with pytest.raises(RecipeError, match="always written as safetensors"):
+        Checkpointer(tmp_path, options=options)
