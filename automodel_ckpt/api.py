@@ -44,8 +44,8 @@ _MAPPING = Path("recipe")
 class TrainingResult:
     """What a run left: the trained *model* on its device, and where it was saved.
 
-    *step* is the last step of the run, and *loss* its training loss; the loss is None if this process made no step,
-    because the run was complete already. *checkpoint* and *export* (Hugging Face files) are None where nothing was
+    *step* is the last step of the run, and *loss* its training loss; the loss is None when this process made no step,
+    because the run was complete already. *checkpoint* and *export* (Hugging Face files) are None when nothing was
     saved or exported. *is_stopped*: SIGINT or SIGTERM ended the run early, after it had saved.
     """
 
@@ -111,7 +111,7 @@ def train(
     """Train with a recipe in this process, from its newest checkpoint if there is one, and return the trained model.
 
     *recipe* and *overrides* are as in :func:`load_recipe`; a recipe that is loaded already takes no overrides.
-    *trust* names packages and files whose code the recipe may use, as ``--trust``. This process is one rank: under
+    *trust* names packages and files with code that the recipe may use, as ``--trust``. This process is one rank: under
     torchrun, each process calls this function. Ctrl-C and SIGTERM, in the main thread, save and end the run after the
     current step; a second Ctrl-C raises KeyboardInterrupt. If a step hangs (section ``hangs``) and torchrun has
     restarts left, the process ends with code 1, so that torchrun restarts the ranks.

@@ -193,7 +193,7 @@ class OutputFailed(AutomodelError):
 
 
 def replaced_forward_pass(what: str, hint: str) -> RecipeError:
-    """The error of a recipe whose loss has no standard forward pass, on which *what* depends."""
+    """The error of a recipe that replaces the standard forward pass, which *what* requires."""
     return RecipeError(
         f"{what} requires the standard forward pass, which this recipe replaces",
         "Objective.loss",
@@ -300,7 +300,7 @@ _LIMIT_CODES = {
 
 
 def _limit(error: BaseException) -> _Limit | None:
-    """Return the limit that an exception reports, without its causes; None if it reports none."""
+    """Return the limit that an exception reports, without its causes. Returns None when it reports none."""
     if isinstance(error, OSError) and error.errno in _LIMIT_CODES:
         return _LIMIT_CODES[error.errno]
     if isinstance(error, MemoryError):
@@ -327,7 +327,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def limit_error(error: BaseException) -> SystemLimit | None:
-    """Return the :class:`SystemLimit` that caused an exception; None if no limit did."""
+    """Return the :class:`SystemLimit` that caused an exception. Returns None when no limit did."""
     for each in _chain(error):
         limit = _limit(each)
         if limit is None:

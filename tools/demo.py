@@ -4,8 +4,6 @@ Two processes train on the Python documentation that ships with CPython. Nothing
 What is written stays in runs/demo (or DEMO_DIRECTORY). Exits with 1 if a claim does not hold.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -51,14 +49,12 @@ def heading(text: str) -> None:
 
 
 def check(holds: bool, text: str) -> None:
-    """Print a claim that holds, or end the demo."""
     if not holds:
         sys.exit(f"demo failed: this does not hold: {text}")
     print(f"  ✓ {text}", flush=True)
 
 
 def run(*command: str | Path) -> None:
-    """Run a command on this terminal, after printing it."""
     words = [str(word) for word in command]
     print(f"$ {shlex.join(words)}", flush=True)
     code = subprocess.run(words, cwd=ROOT, check=False).returncode
@@ -87,7 +83,6 @@ def steps_of(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """The steps of the complete checkpoints of a run."""
     manifests = directory.glob("epoch_*/MANIFEST.json")
     return sorted(int(path.parent.name.rpartition("_")[2]) for path in manifests)
 

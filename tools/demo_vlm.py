@@ -7,8 +7,6 @@ downloaded. What is written stays in runs/demo_vlm (or DEMO_DIRECTORY). Exits wi
     DEMO_WANTED=0.2 python -m tools.demo_vlm --nproc-per-node=1 --step_scheduler.max_steps 120
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -100,7 +98,6 @@ def write_scans(directory: Path) -> tuple[list[Path], list[str]]:
 
 
 def ask(export: Path, paths: list[Path]) -> list[str]:
-    """What the exported model answers."""
     script = RUNS / "ask_export.py"
     script.write_text(ASK_EXPORT)
     command = [sys.executable, "-I", str(script.resolve()), str(export.resolve()), digits.QUESTION]

@@ -1,14 +1,10 @@
 """Write docs/features.md: what each feature costs, and who asked for it. ``tools.make_reference`` calls it.
 
 A module belongs to the first row of features.txt with a pattern that its path matches.
-``python -m tools.features --files`` lists them.
 """
-
-from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +39,6 @@ def modules() -> Iterator[Path]:
 
 
 def rows() -> list[Feature]:
-    """The rows of the table, without figures."""
     found = []
     for line in TABLE.read_text().splitlines()[1:]:
         name, asked, patterns = line.split("|", 2)
@@ -53,7 +48,6 @@ def rows() -> list[Feature]:
 
 
 def features() -> list[Feature]:
-    """The rows with their figures."""
     found = rows()
     for path in modules():
         if row := row_of(found, path):
@@ -92,7 +86,6 @@ from the last run of the script.
 
 
 def page() -> str:
-    """The text of docs/features.md, largest features first."""
     rows = []
     for row in sorted(features(), key=lambda row: -row.nodes):
         folders = [
@@ -103,11 +96,3 @@ def page() -> str:
         rows.append((row.name, len(row.files), *figures, row.asked, f"`{folder}/`"))
     header = ("feature", "files", "nodes", "tests", "words of docs", "who asked", "folder")
     return HEAD + table(header, rows) + "\n"
-
-
-if __name__ == "__main__":
-    if "--files" in sys.argv:
-        for each in features():
-            print(each.name, *(str(path.relative_to(ROOT)) for path in each.files), sep="\n    ")
-    else:
-        PAGE.write_text(page())

@@ -1,15 +1,8 @@
-"""Write docs/reference from the code: the keys of a recipe, and both commands.
-
-python -m tools.make_reference            # writes docs/reference/*.md
-python -m tools.make_reference --check    # exit code 1 where they differ from the code; the tests do this
-"""
-
-from __future__ import annotations
+"""Write docs/reference and docs/features.md from the code: python -m tools.make_reference"""
 
 import argparse
 import dataclasses
 import re
-import sys
 import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -44,7 +37,6 @@ GENERATED = "<!-- Written by tools/make_reference.py from the code: change that,
 
 
 def pages() -> dict[str, str]:
-    """File name -> text."""
     made = {
         "recipe.md": recipe_page(),
         "ckpt-train.md": train_page(),
@@ -56,28 +48,26 @@ def pages() -> dict[str, str]:
 
 
 def recipe_page() -> str:
-    """Every key of a recipe file."""
-    lines = [
-        "# Keys of a recipe",
-        "",
-        "A recipe is a YAML file; each key can be overridden as `--section.key value`. `ckpt-train --help all` prints",
-        "the same. *A section with `_target_`* names a callable and its arguments.",
-        "",
-        table(KEY_HEADER, _key_rows(RecipeConfig, "", top=True)),
-    ]
+    page = f"""# Keys of a recipe
+
+A recipe is a YAML file; each key can be overridden as `--section.key value`. `ckpt-train --help all` prints
+the same. *A section with `_target_`* names a callable and its arguments.
+
+{table(KEY_HEADER, _key_rows(RecipeConfig, "", top=True))}
+"""
     for name, hint in typing.get_type_hints(RecipeConfig).items():
         section = section_type(members(hint))
         if section is not None:
             text = help_page.section_doc(section)
             if target_type(members(hint)):
                 text += " It may be a section with `_target_` instead."
-            rows = _key_rows(section, f"{name}.")
-            lines += ["", f"## {name}", "", text, "", table(KEY_HEADER, rows)]
-    return "\n".join(lines) + "\n"
+            rows = table(KEY_HEADER, _key_rows(section, f"{name}."))
+            page += f"\n## {name}\n\n{text}\n\n{rows}\n"
+    return page
 
 
 def _key_rows(section: type, prefix: str, *, top: bool = False) -> Iterator[tuple[str, ...]]:
-    """The rows of the keys of a section, with those of the sections in it below theirs."""
+    """The rows of the keys of a section, followed by the rows of the sections in it."""
     hints, docs = typing.get_type_hints(section), help_page.field_docs(section)
     for field in dataclasses.fields(section):
         kind = members(hints[field.name])
@@ -107,76 +97,67 @@ def train_page() -> str:
 
 def ckpt_page() -> str:
     """``ckpt``: every command with its arguments."""
-    lines = [
-        "# ckpt",
-        "",
-        "Looks after checkpoints: on the CPU, without a network, from any directory.",
-    ]
     (commands,) = [
         action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)
     ]
-    printing = [
-        f"`{name}`"
-        for name, command in commands.choices.items()
-        if any(map(_prints_json, command._actions))
-    ]
-    lines += [f"With `--json`, these commands print JSON: {', '.join(printing)}.", ""]
+    printing, sections = [], []
     for name, command in commands.choices.items():
-        shown = [
-            _argument_row(action)
-            for action in command._actions
-            if not _prints_json(action) and not isinstance(action, argparse._HelpAction)
-        ]
-        lines += [f"## ckpt {name}", "", command.description or "", ""]
-        lines += [table(("argument", "meaning"), shown), ""]
-    return "\n".join(lines)
+        rows = []
+        for action in command._actions:
+            if action.option_strings == ["--json"] and action.help == "print JSON":
+                printing.append(f"`{name}`")
+            elif not isinstance(action, argparse._HelpAction):
+                rows.append(_argument_row(action))
+        arguments = table(("argument", "meaning"), rows)
+        sections.append(f"\n## ckpt {name}\n\n{command.description or ''}\n\n{arguments}\n")
+    head = "# ckpt\n\nLooks after checkpoints: on the CPU, without a network, from any directory.\n"
+    head += f"With `--json`, these commands print JSON: {', '.join(printing)}.\n"
+    return head + "".join(sections)
 
 
 def data_page() -> str:
-    """The builders of data, with their arguments."""
-    lines = [
-        "# Data builders",
-        "",
-        "For `dataset`, `validation_dataset` and the sets of `validation_datasets`. `ckpt-train --help dataset.NAME`",
-        "prints the same. [Your data](../guides/your-data.md) shows them with examples of rows.",
-    ]
-    for paragraph in DATA:
-        lines += ["", f"* {paragraph}"]
     builders = list(builders_of("dataset"))
     own_builders = [each for each in builders if not each.name.startswith(EXAMPLES)]
     shared = _shared_arguments(own_builders)
     rows = [each for each in shared if each in typing.get_type_hints(RowOptions)]
-    lines += [
-        "",
-        "## Shared arguments",
-        "",
-        "Each builder lists the shared arguments that it has, with its default where it is another one.",
-        "",
-        _argument_table(each for each in shared.values() if each.name not in rows),
-        "",
-        "### Row options",
-        "",
-        "Which rows a builder reads, and when.",
-        "",
-        _argument_table(shared[name] for name in rows),
-    ]
-    for builder in own_builders:
-        lines += ["", *_builder_section(builder, shared, rows)]
-    lines += [
-        "",
-        "## Data of the examples",
-        "",
-        f"Modules of `{EXAMPLES[:-1]}`; `ckpt-train --help dataset.NAME` prints their arguments.",
-        "",
-    ]
-    others = [each for each in builders if each not in own_builders]
+    paragraphs = "\n\n".join(f"* {paragraph}" for paragraph in DATA)
+    sections = "\n\n".join("\n".join(_builder_section(each, shared, rows)) for each in own_builders)
     samples = [
-        (f"`{each.name.removeprefix(EXAMPLES)}`", _cell(markdown(each.summary))) for each in others
+        (f"`{each.name.removeprefix(EXAMPLES)}`", _cell(markdown(each.summary)))
+        for each in builders
+        if each not in own_builders
     ]
-    lines.append(table(("builder", "samples"), samples))
-    elsewhere = ", ".join(f"`{name}`" for name in other_names_of("dataset"))
-    lines += ["", "## Other builders", "", f"Without `--trust`: {elsewhere}.", ""]
-    return "\n".join(lines)
+    return f"""# Data builders
+
+For `dataset`, `validation_dataset` and the sets of `validation_datasets`. `ckpt-train --help dataset.NAME`
+prints the same. [Your data](../guides/your-data.md) shows them with examples of rows.
+
+{paragraphs}
+
+## Shared arguments
+
+Each builder lists the shared arguments that it has, with its default where it is another one.
+
+{_argument_table(each for each in shared.values() if each.name not in rows)}
+
+### Row options
+
+Which rows a builder reads, and when.
+
+{_argument_table(shared[name] for name in rows)}
+
+{sections}
+
+## Data of the examples
+
+Modules of `{EXAMPLES[:-1]}`; `ckpt-train --help dataset.NAME` prints their arguments.
+
+{table(("builder", "samples"), samples)}
+
+## Other builders
+
+Without `--trust`: {", ".join(f"`{name}`" for name in other_names_of("dataset"))}.
+"""
 
 
 def _shared_arguments(builders: list[BuilderHelp]) -> dict[str, Argument]:
@@ -229,14 +210,6 @@ def _argument_table(arguments: Iterable[Argument]) -> str:
 
 
 def names_page() -> str:
-    """The names of settings in other programs, with the keys of a recipe."""
-    lines = [
-        "# Names of settings in other programs",
-        "",
-        "What transformers' TrainingArguments, TRL, axolotl, LLaMA-Factory and torchtune call a setting,",
-        "and the key of a recipe for it. A recipe with one of these names is rejected with the same hint.",
-        "",
-    ]
     names: dict[tuple[str, str], list[str]] = {}
     for name, counterpart in sorted(OTHER_NAMES.items()):
         keys = ", ".join(f"`{key}`" for key in counterpart.keys)
@@ -245,12 +218,13 @@ def names_page() -> str:
         (keys, ", ".join(elsewhere), _cell(note))
         for (keys, note), elsewhere in sorted(names.items())
     ]
-    lines.append(table(("key here", "names elsewhere", "note"), rows))
-    return "\n".join(lines) + "\n"
+    return f"""# Names of settings in other programs
 
+What transformers' TrainingArguments, TRL, axolotl, LLaMA-Factory and torchtune call a setting,
+and the key of a recipe for it. A recipe with one of these names is rejected with the same hint.
 
-def _prints_json(action: argparse.Action) -> bool:
-    return action.option_strings == ["--json"] and action.help == "print JSON"
+{table(("key here", "names elsewhere", "note"), rows)}
+"""
 
 
 def _argument_row(action: argparse.Action) -> tuple[str, str]:
@@ -262,24 +236,8 @@ def _argument_row(action: argparse.Action) -> tuple[str, str]:
     return f"`{name}`", _cell(action.help or "")
 
 
-def main() -> int:
-    """Write the pages, or compare them."""
-    command = parser_of(__doc__)
-    command.add_argument("--check", action="store_true", help="only compare")
-    check = command.parse_args().check
-    old = []
-    for name, text in pages().items():
-        file = REFERENCE / name
-        if not file.exists() or file.read_text() != text:
-            old.append(name)
-            if not check:
-                file.parent.mkdir(exist_ok=True)
-                file.write_text(text)
-    if not check:
-        features.PAGE.write_text(features.page())
-    print(f"{'differ from the code' if check else 'written'}: {', '.join(old) or 'none'}")
-    return 1 if check and old else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser_of(__doc__).parse_args()
+    for name, text in pages().items():
+        (REFERENCE / name).write_text(text)
+    features.PAGE.write_text(features.page())

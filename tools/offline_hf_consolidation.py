@@ -5,8 +5,6 @@
 The number of processes comes from --nproc or NPROC_PER_NODE: torchrun is not needed.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What several tools share: command lines, processes, the logs of a run, tables, and the generated parts of pages."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -30,12 +28,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def train_words(*arguments: object) -> list[str]:
-    """The words that run ``ckpt-train`` with this interpreter."""
     return [sys.executable, "-m", "automodel_ckpt.cli.train", *map(str, arguments)]
 
 
 def program(name: str) -> str:
-    """A command that is installed beside this interpreter."""
+    """A command that is installed next to this interpreter."""
     return str(Path(sys.executable).with_name(name))
 
 

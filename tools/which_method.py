@@ -3,8 +3,6 @@
 python -m tools.which_method    # minutes on two cores; needs no GPU
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from automodel_ckpt import load_recipe

@@ -37,7 +37,7 @@ def nearest(values: Tensor, table: Tensor) -> Tensor:
     """The numbers of the entries of the sorted *table* that are nearest to *values*, in int32.
 
     With a table without negative values, positive values do not get the entry 0, but at least the next one. A second
-    moment of 0 beside a first moment would change a weight by many times the learning rate, if its gradient is 0: the
+    moment of 0 with a first moment would change a weight by many times the learning rate, if its gradient is 0: the
     rows of an embedding have no gradient in most steps.
     """
     return torch.bucketize(values, _borders(table), out_int32=True)

@@ -244,7 +244,7 @@ def _commit_at(url: str) -> str | None:
     from huggingface_hub import errors, get_hf_file_metadata
 
     try:
-        # One request, and those of redirects on the same host, as for a repository that was renamed.
+        # One request, and redirects on the same host, as for a repository that was renamed.
         return get_hf_file_metadata(url, timeout=_TIMEOUT_SECONDS).commit_hash
     except errors.RemoteEntryNotFoundError as error:
         return error.response.headers.get("X-Repo-Commit")

@@ -70,7 +70,7 @@ class CheckpointOptions:
     keep_best: int = 0
     """In addition to keep_last, keep the N best checkpoints."""
     keep_every_steps: int | None = None
-    """In addition to keep_last, keep checkpoints whose step is a multiple of N."""
+    """In addition to keep_last, keep checkpoints with a step that is a multiple of N."""
     keep_steps: Iterable[int] = ()
     """In addition to keep_last, keep the checkpoints of these steps."""
     verify: Level = "digest"

@@ -186,7 +186,7 @@ class _Parser:
             is_value = words and {words[0], words[0].lower()} & accepted
             return words.pop(0) if is_value else "true"
         is_last = not words or words[0].startswith("--")
-        # Words beside true and false: --model.activation_checkpointing recipe.yaml.
+        # Words other than true and false: --model.activation_checkpointing recipe.yaml.
         is_switch = bool in kinds and any(
             typing.get_origin(kind) is typing.Literal for kind in kinds
         )

@@ -51,7 +51,7 @@ def has_benchmarks(recipe: Any) -> bool:
 
 
 def has_metrics(recipe: Any) -> bool:
-    """Whether a recipe measures something beside the training loss."""
+    """Whether a recipe measures something in addition to the training loss."""
     return has_validation(recipe) or has_benchmarks(recipe)
 
 

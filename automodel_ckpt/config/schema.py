@@ -190,8 +190,8 @@ class RecipeConfig:
         default_factory=dict,
         metadata={"supplied": ("tokenizer", "processor", "labels"), "rules": (SET_NAMES,)},
     )
-    """Builders of further validation data by name. The loss of NAME is val_loss_NAME; val_loss is that of
-    validation_dataset, or without it of the first set here."""
+    """Builders of further validation data by name. The loss of NAME is val_loss_NAME; val_loss belongs to
+    validation_dataset, or without it to the first set here."""
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     kto: KTOConfig | None = None
     reward_model: RewardModelConfig | None = None

@@ -65,7 +65,7 @@ def messages(
     converted (:func:`~automodel_ckpt.data.conversations.messages.with_tool_calls`).
 
     Raises :class:`RecipeError` with the location of a sample that is not a conversation, that the template cannot
-    render, whose tools it omits, whose answers cannot be located in the template's output, or that has no label.
+    render, with tools that it omits or answers that cannot be located in its output, or that has no label.
     """
     require_choice("learn", learn, ("all", "last"))
     template = ChatTemplate(

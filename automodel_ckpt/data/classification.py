@@ -1,7 +1,7 @@
 """Builders for texts with labels: from data files, directories or the Hugging Face Hub.
 
 Texts are tokenized as transformers' pipelines do: with the special tokens that the tokenizer adds, and no end token
-beside these. Samples are prepared once and cached under a digest of the rows.
+in addition. Samples are prepared once and cached under a digest of the rows.
 """
 
 from __future__ import annotations

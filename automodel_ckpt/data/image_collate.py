@@ -66,7 +66,7 @@ class ImageTextCollator:
         self.multiple = pad_to_multiple_of or 1
         self.num_left_out = 0
         self._longest_audio = 0
-        """Samples of the longest audio whose end the processor uses, as far as is known."""
+        """Samples of the longest audio that the processor uses to its end, as far as is known."""
 
     def num_tokens(self, sample: ImageText) -> int:
         """Return the number of tokens of a sample, truncated to its seq_length; 0 if it is skipped.

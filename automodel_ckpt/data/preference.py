@@ -208,8 +208,8 @@ def pairs(
     Data without the field ``prompt`` has whole conversations in both fields: the messages that both begin with, or the
     words of a text, are the prompt. Rows with two equal answers are skipped.
 
-    Raises :class:`RecipeError` with the location of a row whose fields are neither text nor messages, that the template
-    cannot render, or whose margin is not a number.
+    Raises :class:`RecipeError` with the location of a row with fields that are neither text nor messages, that the
+    template cannot render, or with a margin that is not a number.
     """
     fields = PreferenceFields(
         prompt_field, chosen_field, rejected_field, system_field, margin_field
@@ -276,8 +276,8 @@ class PreferenceDataset(TokenizedDataset):
 class PreferenceCollator:
     """Makes a micro-batch of pairs: row 2 i of its tensors is the preferred answer of pair i, 2 i + 1 the rejected one.
 
-    *collate_fn* makes the tensors of the rows. A pair is ``{"chosen": sample, "rejected": sample}``; numbers beside
-    them, such as ``margin``, become float32 tensors [pairs] under the same names, with NaN for pairs that lack them.
+    *collate_fn* makes the tensors of the rows. A pair is ``{"chosen": sample, "rejected": sample}``; numbers next
+    to them, such as ``margin``, become float32 tensors [pairs] under the same names, with NaN for pairs that lack them.
     Raises :class:`RecipeError` for samples that are not pairs.
     """
 

@@ -259,8 +259,8 @@ def retrieval(
 
     Each of *sources* is one of these, or a mapping ``{path: SOURCE, num_samples: N}``, of which *seed* selects N rows:
 
-    * ``hf://ORG/NAME/SUBSET``: a data set of the Hub, whose subset has the fields ``question``, ``pos_doc`` and
-      ``neg_doc`` with ids of documents, and whose subset ``SUBSET_corpus`` has ``id`` and ``text``;
+    * ``hf://ORG/NAME/SUBSET``: a data set of the Hub. Its subset has the fields ``question``, ``pos_doc`` and
+      ``neg_doc`` with ids of documents, and its subset ``SUBSET_corpus`` has ``id`` and ``text``;
     * a ``.json`` file ``{"corpus": [{"path": DIRECTORY}], "data": ROWS}`` with such rows. A directory, relative to the
       file, contains documents and a ``merlin_metadata.json``;
     * a ``.jsonl``, CSV or Parquet file with the fields ``query`` (or ``question``), ``pos_doc`` and ``neg_doc``, which

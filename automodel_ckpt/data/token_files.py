@@ -54,7 +54,7 @@ def megatron(
     With *documents*, a sample is a document instead, of at most *seq_length* tokens (null: any number).
 
     The files are validated and memory-mapped; :func:`~automodel_ckpt.data.samples.token_arrays.windows_of` describes
-    the samples. Without *documents*, a sample contains that of Megatron with the sequence length *seq_length* - 1, its
+    the samples. Without *documents*, a sample contains Megatron's with the sequence length *seq_length* - 1, its
     labels included. For several files with weights, use :func:`~automodel_ckpt.data.mixture.mixture`. Raises
     :class:`RecipeError` for invalid files.
     """

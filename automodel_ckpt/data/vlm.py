@@ -195,10 +195,10 @@ def transcripts(
     *text_field*. The question is *prompt*, the text of the column *prompt_field*, or only the audio. It is written
     before the audio, or after it without *prompt_first*. *system_prompt*, if there is one, is the first message.
 
-    Before training, rows are left out whose transcript is empty (with *skip_empty*), or whose audio is shorter than
-    *min_seconds* or longer than *max_seconds*; the headers of all audio are read for this. The log has their number.
-    With *normalize* ``upper_words``, transcripts are upper-case words without punctuation and without tags such as
-    ``<COMMA>``. For the remaining arguments see :func:`conversations`.
+    Before training, rows with an empty transcript are left out (with *skip_empty*), and rows with audio that is shorter
+    than *min_seconds* or longer than *max_seconds*; the headers of all audio are read for this. The log has their
+    number. With *normalize* ``upper_words``, transcripts are upper-case words without punctuation and without tags such
+    as ``<COMMA>``. For the remaining arguments see :func:`conversations`.
 
     Raises :class:`RecipeError` for columns that do not exist, if no row is left, and with the location of a row without
     audio or text.

@@ -98,7 +98,7 @@ def opened(path: Path, log: Log, *, base_model: str | None = None) -> Iterator[B
 
 
 def _place(path: Path) -> tuple[Path, Path | None]:
-    """Return the directory with the files of the model at *path*, and its checkpoint, or None if that is unknown."""
+    """Return the directory with the files of the model at *path*, and its checkpoint, or None when it is unknown."""
     if os.path.lexists(path / layout.EXPORT_MANIFEST):
         checkpoint = path.parent.parent
         return path, checkpoint if has_manifest(checkpoint) else None

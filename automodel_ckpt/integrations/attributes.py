@@ -60,7 +60,7 @@ class TrainerAttributes:
     """The attributes of a Trainer that a checkpoint has: listed in the table, in *saved*, and others that change.
 
     *not_saved* are attributes that change without effect on a resumed run. Create it when training begins, and give it
-    to the checkpoint as one object, beside :meth:`modules`.
+    to the checkpoint as one object, next to :meth:`modules`.
     """
 
     checkpoint_scope = "rank"

@@ -259,7 +259,7 @@ class CheckpointCallback(TrainerCallback):
         return dataclasses.replace(options, allow_missing_state=allowed)
 
     def _names(self, options: CheckpointOptions) -> tuple[str, ...]:
-        """The names that a checkpoint can have beside the TrainerState."""
+        """The names that a checkpoint can have in addition to the TrainerState."""
         return (*options.allow_missing_state, *_ALWAYS_SAVED, *self._saved)
 
     def _remove_resume_directory(self) -> None:

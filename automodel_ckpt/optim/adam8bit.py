@@ -4,7 +4,7 @@ Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2
 scale, its largest absolute value, and each value is stored as the nearest entry of a table of 256 values.
 
 A float32 number has the sign and the exponent of a bfloat16 number and 16 further bits. An optimizer that keeps these
-bits beside a bfloat16 weight updates float32 weights, without a copy of them in float32.
+bits with a bfloat16 weight updates float32 weights, without a copy of them in float32.
 """
 
 from __future__ import annotations

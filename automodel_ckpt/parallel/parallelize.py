@@ -155,8 +155,8 @@ def _convert_buffers(
 
 
 def _not_sharded(model: nn.Module, how: Parallelism, *, is_one_rank: bool) -> set[nn.Parameter]:
-    """The parameters that each rank has as they are. Freezes those without elements, whose gradients fsdp2 cannot
-    reduce.
+    """The parameters that each rank has as they are. Freezes those without elements: fsdp2 cannot reduce
+    their gradients.
 
     fsdp2 cannot shard parameters without dimensions. Raises :class:`RecipeError` if one of these is trained. On one
     rank, it has nothing to gather and only casts: copies of parameters that are in the compute dtype, and of frozen

@@ -125,7 +125,7 @@ def test_a_killed_trainer_ends_where_an_undisturbed_one_ends(
     commands: CommandServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signals, "STEPS", 12)
-    limits: Any = {"points_wanted": 1, "seed": SEED, "seconds": SECONDS}
+    limits: Any = {"points": 1, "seed": SEED, "seconds": SECONDS}
     done = signals.run(commands, signals.KILL, **limits)
     assert done.failures == [] and done.outcomes["finished as if undisturbed"]
 

@@ -1,10 +1,8 @@
 """Saves and resumes on a GPU are exact, and the run is where it should be."""
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,30 +16,19 @@ from automodel_ckpt.checkpoint import Manifest, discover
 from tests.support.checkpoints import is_intact
 from tests.support.gpu import HAS_GPU, needs_gpu, only_gpu
 from tests.support.models import tiny
+from tools.support import log_lines, step_lines, train_words
 
 RECIPE = Path(__file__).parents[2] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
 LORA = ("--peft.r", "4", "--peft.base_dir", "BASE")
 
 
 def command(directory: Path, *overrides: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "automodel_ckpt.cli.train",
-        str(RECIPE),
-        "--checkpoint.checkpoint_dir",
-        str(directory),
-        "--step_scheduler.max_steps",
-        "30",
-        "--step_scheduler.ckpt_every_steps",
-        "10",
-        "--deterministic",
-        "true",
-        "--logging.sample_ids",
-        "true",
-        # Both runs of a test train adapters of one base.
-        *[str(directory.parent / "base") if word == "BASE" else word for word in overrides],
-    ]
+    # Both runs of a test train adapters of one base.
+    base = str(directory.parent / "base")
+    words = [base if word == "BASE" else word for word in overrides]
+    keys = ["--step_scheduler.max_steps=30", "--step_scheduler.ckpt_every_steps=10"]
+    keys += ["--deterministic=true", "--logging.sample_ids=true", *words]
+    return train_words(RECIPE, f"--checkpoint.checkpoint_dir={directory}", *keys)
 
 
 def train(directory: Path, *overrides: str) -> None:
@@ -52,11 +39,9 @@ def train(directory: Path, *overrides: str) -> None:
 
 
 def steps(directory: Path) -> list[tuple[Any, ...]]:
-    lines = [json.loads(line) for line in (directory / "training.jsonl").read_text().splitlines()]
-    rows = [line for line in lines if "event" not in line]
     return [
         (r["step"], float(r["loss"]).hex(), float(r["grad_norm"]).hex(), r["lr"], r["samples"])
-        for r in rows
+        for r in step_lines(directory / "training.jsonl")
     ]
 
 
@@ -148,14 +133,19 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one_bit_for_bit(
 @only_gpu
 def test_the_run_is_on_the_gpu_and_its_export_loads(tmp_path: Path) -> None:
     train(tmp_path, "--checkpoint.save_consolidated", "final")
-    rows = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "LATEST/model/consolidated")
-    allocated = min(row["mem"] for row in rows if "mem" in row)
+    allocated = min(row["mem"] for row in log_lines(tmp_path / "training.jsonl") if "mem" in row)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     # Memory of a CUDA device is counted from zero; a process's resident memory would be hundreds of megabytes.
     assert 3 * weights < allocated < 200e6
+
+
+def add_optimizer(made: SimpleNamespace, **options: Any) -> None:
+    trained = [parameter for parameter in made.model.parameters() if parameter.requires_grad]
+    made.optimizer = torch.optim.AdamW(trained, lr=0.1, **options)
+    made.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(made.optimizer, milestones=[1, 3, 3])
 
 
 @only_gpu
@@ -166,12 +156,7 @@ def test_state_on_the_gpu_comes_back_bit_for_bit_there_and_on_the_cpu(
     def on(device: str, seed: int) -> SimpleNamespace:
         made = tiny.recipe(seed)
         made.model.to(device)
-        made.optimizer = torch.optim.AdamW(
-            [p for p in made.model.parameters() if p.requires_grad], lr=0.1, fused=True
-        )
-        made.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(
-            made.optimizer, milestones=[1, 3, 3]
-        )
+        add_optimizer(made, fused=True)
         for _ in range(2):
             made.optimizer.zero_grad()
             made.model(torch.ones(2, 4, device=device)).backward()
@@ -197,10 +182,7 @@ def test_an_asynchronous_save_holds_the_state_of_its_call_though_the_optimizer_g
     made = tiny.recipe(1)
     made.model.register_parameter("large", torch.nn.Parameter(torch.randn(64 << 20)))
     made.model.cuda()
-    made.optimizer = torch.optim.AdamW(
-        [p for p in made.model.parameters() if p.requires_grad], lr=0.1
-    )
-    made.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(made.optimizer, milestones=[1])
+    add_optimizer(made)
     saver = tiny.checkpointer(tmp_path, is_async=True)
     for step in range(1, 6):
         for parameter in made.optimizer.param_groups[0]["params"]:
@@ -218,10 +200,7 @@ def test_an_asynchronous_save_holds_the_state_of_its_call_though_the_optimizer_g
     saver.close()
     other = tiny.recipe(2)
     other.model.register_parameter("large", torch.nn.Parameter(torch.zeros(64 << 20)))
-    other.optimizer = torch.optim.AdamW(
-        [p for p in other.model.parameters() if p.requires_grad], lr=0.1
-    )
-    other.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(other.optimizer, milestones=[1])
+    add_optimizer(other)
     tiny.load(tmp_path, other)
     found = tiny.tensors_of(other)
     assert [

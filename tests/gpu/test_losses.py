@@ -122,7 +122,6 @@ for model_type in (
 
 
 def cases() -> list[Any]:
-    """(device, name) of each case."""
     found = []
     for name, case in CASES.items():
         if case.on_cpu:
@@ -135,7 +134,6 @@ def cases() -> list[Any]:
 def train(
     commands: CommandServer, recipe: Mapping[str, Any], directory: Path, device: str
 ) -> list[float]:
-    """Run a recipe on *device*; returns the losses of its steps."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "recipe.yaml"
     path.write_text(json.dumps(recipe))
@@ -166,7 +164,6 @@ def num_tokens(*samples: Mapping[str, Any]) -> int:
 
 @cache
 def reference(base: Path, *, packed: bool) -> list[float]:
-    """Losses of plain torch on the CPU in float32."""
     samples = plain.samples()
     if not packed:
         return plain.losses(base, "cpu", plain.batches(samples))

@@ -1,7 +1,5 @@
 """Weights in 4 bits on a GPU: bitsandbytes' kernel dequantizes to the values that a CPU does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

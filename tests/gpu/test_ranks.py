@@ -19,6 +19,7 @@ from tests.support.gpu import ALL_ON_CPU
 from tests.support.runs import plain
 from tests.support.servers.command_server import CommandServer
 from tools.gpu import ours
+from tools.support import step_lines
 
 
 @dataclass(frozen=True)
@@ -117,17 +118,9 @@ def test_ranks_resume_bit_for_bit_also_in_bfloat16(
         if name == "resumed":
             train(commands, recipe, tmp_path / name, two, "--step_scheduler.max_steps=2")
         train(commands, recipe, tmp_path / name, two)
-    ends = [
-        (tmp_path / name / "training.jsonl").read_text().splitlines()
-        for name in ("whole", "resumed")
-    ]
-    steps = [
-        [
-            (line["step"], line["loss"], line["grad_norm"])
-            for line in map(json.loads, each)
-            if "loss" in line
-        ]
-        for each in ends
-    ]
+    steps = []
+    for name in ("whole", "resumed"):
+        lines = step_lines(tmp_path / name / "training.jsonl")
+        steps.append([(line["step"], line["loss"], line["grad_norm"]) for line in lines])
     assert steps[0] == steps[1]
     assert [step for step, _, _ in steps[0]] == list(range(1, plain.NUM_STEPS + 1))

@@ -1,15 +1,16 @@
 """Each kind of training on a GPU: the losses of the CPU in float32, from the examples that need no downloaded model."""
 
 import math
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.gpu.test_images import losses
 from tests.support.gpu import DEVICE, needs_gpu
 from tests.support.runs import plain
 from tests.support.servers.command_server import CommandServer
@@ -32,6 +33,13 @@ DROPOUTS = {
     "bart": ("dropout", "attention_dropout", "activation_dropout"),
 }
 """The keys of models whose default is to train with dropout."""
+IMAGES: dict[str, list[str]] = {
+    "padded": [],
+    "packed": ["--packed_sequence.size", "128", "--step_scheduler.local_batch_size", "4"],
+    "frozen vision tower": ["--model.freeze", "[vision_tower]"],
+    "activation checkpointing": ["--model.activation_checkpointing", "true"],
+}
+"""Changes of the recipe for images."""
 AUDIO = """\
 recipe: vlm_finetune
 model:
@@ -112,10 +120,52 @@ def test_audio_has_the_losses_of_the_cpu(tmp_path: Path, commands: CommandServer
     check(tmp_path, commands, recipe)
 
 
-def check(directory: Path, commands: CommandServer, recipe: Path) -> None:
-    """Compare three steps on the device with three on the CPU."""
+def check(directory: Path, commands: CommandServer, recipe: Path, *overrides: str) -> None:
     found = {}
     for place, device in (("cpu", "cpu"), ("gpu", DEVICE)):
-        found[place] = losses(commands, directory / place, device, [], recipe)
+        found[place] = losses(commands, directory / place, device, recipe, overrides)
     assert len(found["cpu"]) == 3
     assert plain.difference(found["gpu"], found["cpu"]) < 2e-5
+
+
+@pytest.mark.timeout(300)
+@needs_gpu
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_train_on_the_gpu_as_on_the_cpu(
+    tmp_path: Path, commands: CommandServer, name: str
+) -> None:
+    pytest.importorskip("sklearn")
+    recipe = EXAMPLES / "vlm_finetune" / "tiny_digits.yaml"
+    check(tmp_path, commands, recipe, *IMAGES[name])
+
+
+def losses(
+    commands: CommandServer,
+    directory: Path,
+    device: str,
+    recipe: Path,
+    overrides: Sequence[str],
+) -> list[float]:
+    """The losses of three steps in float32 on *device*, without validations."""
+    environment: dict[str, Any] = dict(os.environ)
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = commands.run(
+        "ckpt-train", str(recipe), *_flat(plain.exact()),
+        "--checkpoint.checkpoint_dir", str(directory), "--step_scheduler.max_steps", "3",
+        "--step_scheduler.global_batch_size", "8", "--step_scheduler.local_batch_size", "8",
+        "--validation_dataset", "null", *overrides, env=environment, timeout=170,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return plain.logged_losses(directory)
+
+
+def _flat(sections: dict[str, Any]) -> list[str]:
+    words = []
+    for section, values in sections.items():
+        if not isinstance(values, dict):
+            words += [f"--{section}", str(values)]
+            continue
+        for key, value in values.items():
+            words += [f"--{section}.{key}", str(value)]
+    return words

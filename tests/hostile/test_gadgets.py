@@ -6,7 +6,6 @@ watch, with arguments that would show. HOSTILE=all (make hostile) takes all of t
 
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,51 +138,16 @@ def test_what_is_on_the_list_does_no_harm(
     assert num_called >= (15 if bombs.EVERY else len(SAMPLE))
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "seen"),
-    [
-        (
-            "transformers.modeling_utils.load_state_dict",
-            {"checkpoint_file": "remote/pytorch_model.bin", "weights_only": False},
-            "pickle.find_class",
-        ),
-        (
-            "transformers.trainer_pt_utils.remove_dummy_checkpoint",
-            {"is_main_process": True, "output_dir": "../outside", "filenames": ["victim"]},
-            "os.remove of ",
-        ),
-        (
-            "transformers.AutoTokenizer.from_pretrained",
-            {"pretrained_model_name_or_path": "remote"},
-            "outside/ran",
-        ),
-    ],
-)
-def test_the_watch_sees_what_trusted_code_does(
-    name: str, arguments: dict[str, Any], seen: str, tmp_path: Path
-) -> None:
-    place = gadgets.Place(tmp_path.resolve())
-    place.make()
-    trust = ("transformers", "trust_remote_code")
-    remote = {"trust_remote_code": True} if "Auto" in name else {}
-    outcome = sandbox.run(
-        partial(_called, place, name, [arguments | remote], None, trust), place.run
-    )
-    found = [each for each in outcome.violations if not _is_allowed(each)]
-    assert outcome.code == 1 and any(seen in each for each in found), outcome
-
-
 def _called(
     place: gadgets.Place,
     name: str,
     attempts: list[dict[str, Any]],
     tokenizer: Any,
-    trust: Sequence[str] = (),
 ) -> int:
     os.chdir(place.run)
     sys.dont_write_bytecode = True
     sys.path.append(str(place.run))  # as --trust would do for a package beside the recipe
-    return gadgets.call(place, name, attempts, tokenizer, trust)
+    return gadgets.call(place, name, attempts, tokenizer)
 
 
 def _is_allowed(violation: str) -> bool:

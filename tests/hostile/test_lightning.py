@@ -1,12 +1,10 @@
 """Files of Lightning and of training scripts that an attacker wrote: nothing in them is executed."""
 
-import os
 import pickle
 import shutil
 import struct
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +15,6 @@ from tests.hostile.harness import bombs
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "lightning"
 
 
-class Hostile:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch '{self.marker}'",)
-
-
 PLACES = ("callbacks", "hyper_parameters", "loops", "lr_schedulers", "optimizer_states", "epoch")
 
 
@@ -32,7 +22,7 @@ def test_objects_beside_the_weights_are_not_executed(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     saved = torch.load(FIXTURES / "epoch=0-step=5.ckpt", weights_only=True)
     for place in PLACES:
-        saved[place] = [Hostile(marker)] if place.endswith("s") else Hostile(marker)
+        saved[place] = [bombs.Hostile(marker)] if place.endswith("s") else bombs.Hostile(marker)
     path = tmp_path / "x.ckpt"
     torch.save(saved, path, pickle_module=pickle)
     assert ckpt.main(["import", str(path), str(tmp_path / "run")]) == 0

@@ -111,19 +111,6 @@ def test_a_hostile_checkpoint_does_no_harm(
         assert outcome.code != 0, f"{reader} took it\n{said}"
 
 
-def test_the_matrix_is_complete() -> None:
-    every, pairs = ({(attack.kind, reader) for attack, reader in cases} for cases in (EVERY, CASES))
-    assert (
-        every == {(kind, reader) for kind, readers in attacks.KINDS.items() for reader in readers}
-        and pairs <= every
-    )
-    assert {kind for kind, _ in pairs} == attacks.KINDS.keys() and {
-        reader for _, reader in pairs
-    } == READERS.keys()
-    assert len(pairs) >= 200
-    assert len({(attack.kind, attack.name, reader) for attack, reader in EVERY}) == len(EVERY)
-
-
 def test_every_kind_of_file_that_a_run_holds_is_attacked() -> None:
     from tests.contract.repository.test_trees import CASES as TREES
     from tests.contract.repository.test_trees import expected_tree
@@ -136,33 +123,6 @@ def test_every_kind_of_file_that_a_run_holds_is_attacked() -> None:
     }
     held |= files.documented((Path(__file__).parents[2] / "docs/format.md").read_text())
     assert len(held) > 60 and sorted(path for path in held if files.class_for(path) is None) == []
-
-
-def test_the_classes_that_are_said_to_attack_a_file_change_it(tmp_path: Path) -> None:
-    untouched = []
-    for number, (pattern, kind) in enumerate(files.ATTACKED.items()):
-        named = pattern.rsplit("/")[-1].strip("*")
-        # Those whose name tells the file come first: each takes a copy of the checkpoint.
-        of_kind = sorted(
-            (attack for attack in attacks.ATTACKS if attack.kind == kind),
-            key=lambda a: named not in a.name,
-        )
-        if not any(
-            _changes(attack, pattern, tmp_path / f"{number}-{i}")
-            for i, attack in enumerate(of_kind)
-        ):
-            untouched.append(f"{kind}: {pattern}")
-    assert untouched == []
-
-
-def _changes(attack: attacks.Attack, pattern: str, directory: Path) -> bool:
-    directory.mkdir()
-    case = Attacked(directory, attack.form)
-    before = files.stamps(case.run)
-    attack.change(case)
-    after = files.stamps(case.run)
-    changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
-    return any(files.fits(path, pattern) for path in changed)
 
 
 @pytest.mark.parametrize("reader", sorted(READERS))

@@ -1,7 +1,6 @@
 """Checkpoints of Megatron that an attacker wrote: nothing in them is executed, and reading stays cheap."""
 
 import argparse
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from automodel_ckpt.cli import ckpt
+from tests.hostile.harness import bombs
 from tests.hostile.harness.commands import check_harmless
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron" / "llama"
@@ -52,26 +52,17 @@ def missing(checkpoint: Path, marker: Path) -> None:
     (checkpoint / "__1_0.distcp").unlink()
 
 
-def linked(checkpoint: Path, marker: Path) -> None:
-    data = checkpoint / "__1_0.distcp"
-    outside = marker.with_name("outside")
-    data.rename(outside)
-    data.symlink_to(outside)
+def linked(name: str) -> Callable[[Path, Path], None]:
+    def link(checkpoint: Path, marker: Path) -> None:
+        outside = marker.with_name("outside")
+        (checkpoint / name).rename(outside)
+        (checkpoint / name).symlink_to(outside)
 
-
-def linked_common(checkpoint: Path, marker: Path) -> None:
-    common = checkpoint / "common.pt"
-    outside = marker.with_name("outside")
-    common.rename(outside)
-    common.symlink_to(outside)
+    return link
 
 
 def executing_metadata(checkpoint: Path, marker: Path) -> None:
-    class Hostile:
-        def __reduce__(self) -> tuple[object, ...]:
-            return os.system, (f"touch '{marker}'",)
-
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(Hostile(), protocol=4))
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(bombs.Hostile(marker), protocol=4))
 
 
 def deep_metadata_json(checkpoint: Path, marker: Path) -> None:
@@ -94,8 +85,8 @@ def unknown_backend(checkpoint: Path, marker: Path) -> None:
         with_common(arguments(kv_channels=2**70)),
         truncated,
         missing,
-        linked,
-        linked_common,
+        linked("__1_0.distcp"),
+        linked("common.pt"),
         executing_metadata,
         deep_metadata_json,
         unknown_backend,
@@ -113,12 +104,9 @@ def test_damaged_and_hostile_checkpoints_are_errors(
 
 
 def test_objects_with_code_beside_the_arguments_are_not_executed(tmp_path: Path) -> None:
-    class Hostile:
-        def __reduce__(self) -> tuple[object, ...]:
-            return os.system, (f"touch '{tmp_path / 'executed'}'",)
-
+    hostile = bombs.Hostile(tmp_path / "executed")
     source = source_in(tmp_path)
-    value = arguments(timers=Hostile()) | {"opt_param_scheduler": Hostile()}
+    value = arguments(timers=hostile) | {"opt_param_scheduler": hostile}
     torch.save(value, source / CHECKPOINT / "common.pt", pickle_module=pickle)
     options = ["--config", str(FIXTURE / "expected")]
     # transformers imports modules when they are used, which the sandbox would report.

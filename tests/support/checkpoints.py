@@ -21,7 +21,6 @@ _ERRORS: dict[int, type[errors.AutomodelError]] = {
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """The content of a checkpoint's MANIFEST.json."""
     found: dict[str, Any] = json.loads((checkpoint / "MANIFEST.json").read_text())
     return found
 

@@ -31,7 +31,6 @@ def values(path: Path, config: Path | None = None) -> dict[str, torch.Tensor]:
 
 
 def error_of(path: Path) -> str:
-    """Return the error for weights that cannot be read."""
     with pytest.raises(CheckpointUnusable) as raised:
         open_weights(path)
     return str(raised.value)
@@ -43,7 +42,6 @@ def described(path: Path) -> Any:
 
 
 def kind_of(path: Path) -> str:
-    """Return the name of the format of a checkpoint."""
     known = detect(path)
     assert known is not None
     return known.name

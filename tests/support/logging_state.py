@@ -17,7 +17,6 @@ def reset_logging() -> None:
 
 @contextlib.contextmanager
 def kept_logging() -> Iterator[None]:
-    """Restore the root logger and this package's one."""
     loggers = [logging.getLogger(), logging.getLogger(_PACKAGE)]
     before = [(logger.level, logger.handlers[:], logger.propagate) for logger in loggers]
     try:

@@ -2,14 +2,12 @@
 
     python -m tools.bench.async_saves [--size 512M] [--ranks 2] [--runs 5] [--directory DIR] [--docs]
 
-Two ranks share two cores. A rank's state is that of AdamW over bf16 weights; a step is a forward and a backward of a
+Two ranks share two cores. A rank's state is AdamW's over bf16 weights; a step is a forward and a backward of a
 small network, and a sum between the ranks. In each round every row runs once: steps without a save, the save, and
 steps until it is done. ``stall`` is the time in which the call blocks training, relative to a copy of the same bytes to
 warm memory. ``step`` is the mean time of a step until the save is done, relative to steps without a save. ``lost`` is
 the total training time lost, in steps without a save. Figures are medians over the rounds, of the slowest rank.
 """
-
-from __future__ import annotations
 
 import os
 import shutil
@@ -194,7 +192,6 @@ def as_markdown(num_ranks: int, nbytes: int, found: dict[str, list[Figures]]) ->
 
 
 def main() -> None:
-    """Measure and print."""
     parser = options_of(__doc__, 5)
     parser.add_argument("--size", type=parse_size, default="512M", help="of a rank's state (512M)")
     parser.add_argument("--ranks", type=int, default=2)

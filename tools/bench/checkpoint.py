@@ -8,8 +8,6 @@ of the group, which moves the same number of bytes with system calls; seconds ar
 ``--docs`` writes docs/performance.md.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
@@ -123,7 +121,7 @@ class Bench:
         save_file(self.local, directory / f"{self.rank}.safetensors")
 
     def then_fsync(self, run: Callable[[Path], object]) -> Callable[[Path], None]:
-        """Every rank fsyncs what it wrote; the first rank does all whose writer is unknown."""
+        """Every rank fsyncs what it wrote; the first rank does all files of unknown writers."""
 
         def both(directory: Path) -> None:
             run(directory)
@@ -221,7 +219,6 @@ class Bench:
     # ---------------------------------------------------------------- rounds
 
     def timed(self, row: Row, directory: Path) -> float:
-        """The slowest rank's seconds."""
         if self.rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir()
@@ -231,7 +228,6 @@ class Bench:
         return self.slowest(time.perf_counter() - started)
 
     def slowest(self, value: float) -> float:
-        """The largest value of all ranks."""
         tensor = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return float(tensor)
@@ -255,7 +251,6 @@ def _measure(size: int, root: Path, num_rounds: int) -> list[Group]:
 
 
 def as_markdown(headline: str, groups: list[Group]) -> str:
-    """The generated part of docs/performance.md."""
     parts = [f"{headline}. Medians; ratios are relative to the first row of each table."]
     for title, rows in groups:
         lines = [(marked(name), f"{ratio:.2f}", f"{seconds:.2f}") for name, ratio, seconds in rows]
@@ -264,7 +259,6 @@ def as_markdown(headline: str, groups: list[Group]) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = options_of(__doc__, 3)
     parser.add_argument("--size", type=parse_size, default="1G", help="bytes of weights (1G)")
     parser.add_argument("--ranks", type=int, default=2)

@@ -4,8 +4,6 @@ Our consolidations are durable and compare every byte with its digest. Torch's d
 afterwards.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

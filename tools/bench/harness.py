@@ -1,23 +1,17 @@
 """What all benchmarks share: rounds in which every row runs once, the page cache, processes, and forked ranks."""
 
-from __future__ import annotations
-
 import argparse
-import json
 import math
 import os
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from tools.support import ROOT, parser_of
+from tools.support import parser_of
 
 LIMIT_SECONDS = 7200.0
 """Of forked ranks."""
@@ -87,13 +81,6 @@ def in_this_process(row: Row, directory: Path) -> float:
     return seconds
 
 
-def in_a_process(module: str, *arguments: object) -> Any:
-    """Run a module in a new process; return the JSON that it prints."""
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT)
-    return json.loads(done.stdout)
-
-
 def warm(paths: Iterable[Path]) -> None:
     """Bring the files into the page cache, and have earlier writes done with."""
     os.sync()
@@ -122,7 +109,6 @@ def fsync_all(directory: Path) -> None:
 
 
 def data_files(directory: Path) -> list[Path]:
-    """The files of weights under a directory."""
     suffixes = (".safetensors", ".distcp")
     return sorted(path for path in directory.rglob("*") if path.suffix in suffixes)
 

@@ -6,8 +6,6 @@ Each measurement is a separate process. The implementations alternate, and the r
 a round. ``--docs`` writes the figures to docs/performance.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time
@@ -52,7 +50,6 @@ def measure(given: argparse.Namespace, labelled: float, way: str) -> tuple[float
 
 
 def main() -> None:
-    """Measure and print the figures as a table."""
     parser = options_of(__doc__, 3)
     for name, default in {"vocabulary": 128_000, "hidden": 512, "tokens": 2048}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -6,8 +6,6 @@ The layer trains or is frozen. Errors are relative to a computation in float32. 
 it. After a measurement on a GPU, put the fastest that is as exact first in KERNELS.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -154,7 +152,6 @@ def _measure(
 def _gradients(
     loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor, trains: bool
 ) -> list[Tensor]:
-    """The gradients of the mean loss with respect to the hidden states, and to the weight if it trains."""
     inputs = [hidden.detach().requires_grad_()]
     layer = weight.detach()
     if trains:

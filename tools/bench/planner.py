@@ -6,19 +6,17 @@
 
 One process is one rank of a fake process group at a time, with 300 parameters that `fully_shard` would shard over all
 ranks, and AdamW's two moments of each. The code of saves and loads runs as it does in a run, except that digests are
-invented and no bytes of tensors are written or read. Times are those of the processor, without waiting for a disk.
+invented and no bytes of tensors are written or read. Times are processor times, without waiting for a disk.
 Prints a table in Markdown.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
+import multiprocessing
 import os
 import pickle
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +48,7 @@ from automodel_ckpt.checkpoint.saving.planner import Planner, shares_of_all
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveSettings, TreeSummary
 from automodel_ckpt.checkpoint.state.storable import local_box
-from tools.bench.harness import in_a_process, options_of, reset_peak, status_bytes
+from tools.bench.harness import options_of, reset_peak, status_bytes
 from tools.support import table, write_block
 
 NUM_TENSORS = 300
@@ -76,7 +74,6 @@ Figures = dict[str, float]
 
 
 def trees_of(num_ranks: int) -> dict[str, TreePlan]:
-    """The state of the present rank."""
     mesh = DeviceMesh("cpu", torch.arange(num_ranks))
     model: dict[str, Any] = {}
     state: dict[str, Any] = {}
@@ -103,7 +100,6 @@ def _shard(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> DTen
 
 
 def be_rank(rank: int, num_ranks: int) -> None:
-    """Join a fake process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
@@ -111,7 +107,6 @@ def be_rank(rank: int, num_ranks: int) -> None:
 
 @collector_paused()
 def planned(rank: int, num_ranks: int, figures: Figures) -> tuple[SaveSettings, Save]:
-    """Plan a save as one rank."""
     be_rank(rank, num_ranks)
     trees = trees_of(num_ranks)
     ranks = layout.DataParallelRanks(rank, num_ranks)
@@ -171,7 +166,6 @@ def _nbytes(chunk: Chunk) -> int:
 
 
 def measured(num_ranks: int, directory: Path) -> Figures:
-    """Measure a number of ranks."""
     figures: Figures = {}
     settings, save = planned(num_ranks // 2, num_ranks, figures)
     staging = commit.reserve(directory, "epoch_0_step_20")
@@ -197,14 +191,15 @@ def measured(num_ranks: int, directory: Path) -> Figures:
     tables = list(staging.glob(f"*/{layout.SLICE_TABLE}"))
     figures["table bytes"] = sum(table.stat().st_size for table in tables)
     checkpoint = commit.publish(staging, "epoch_0_step_20")
-    # A new process, so that its memory is that of the load.
-    figures |= in_a_process("tools.bench.planner", "--load", checkpoint, num_ranks)
-    return figures
+    # A new process, so that its memory is the load's.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return figures | pool.submit(load, checkpoint, num_ranks).result()
 
 
 @collector_paused()
 def load(checkpoint: Path, num_ranks: int) -> Figures:
     """Find the slices of one rank in a checkpoint; the seconds and the bytes of memory that this takes."""
+    torch.set_num_threads(1)
     be_rank(num_ranks // 3, num_ranks)
     trees = trees_of(num_ranks)
     reset_peak()
@@ -227,15 +222,10 @@ def load(checkpoint: Path, num_ranks: int) -> Figures:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = options_of(__doc__, 1)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--load", nargs=2, metavar=("CHECKPOINT", "RANKS"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    if given.load:
-        print(json.dumps(load(Path(given.load[0]), int(given.load[1]))))
-        return
     figures = []
     for num_ranks in given.ranks:
         with tempfile.TemporaryDirectory(prefix="bench-planner-", dir=given.directory) as directory:

@@ -3,11 +3,9 @@
     python -m tools.bench.startup [--runs 5]
 
 Each run trains the main example in a fresh directory, on data that a run before prepared, and is killed after its first
-step, whose end is the timestamp of its line in training.jsonl. Runs of all rows alternate, so that a load on
+step: its end is the timestamp of its line in training.jsonl. Runs of all rows alternate, so that a load on
 the machine affects them equally; compare the ratios, not the seconds. The goal for two processes is 4.5 seconds.
 """
-
-from __future__ import annotations
 
 import os
 import statistics

@@ -1,7 +1,5 @@
 """`python -m tools.crash CAMPAIGN`: exit code 1 when a promise was broken, 3 when the campaign cannot run here."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os
@@ -21,43 +19,37 @@ from tools.support import parser_of
 
 CANNOT_RUN = 3
 Records = Iterator[Record]
+Limits = dict[str, Any]
 
 
-def _limits(options: argparse.Namespace) -> dict[str, Any]:
-    return {"points": options.points, "seed": options.seed, "seconds": options.seconds}
+def _kills(options: argparse.Namespace, limits: Limits, subjects: tuple[Subject, ...]) -> Records:
+    yield calls.run(options.campaign, subjects, calls.judge_kill, only=options.only, **limits)
 
 
-def _kills(options: argparse.Namespace, subjects: tuple[Subject, ...]) -> Records:
-    limits = _limits(options) | {"only": options.only}
-    yield calls.run(options.campaign, subjects, calls.judge_kill, **limits)
+def _faults(options: argparse.Namespace, limits: Limits, subjects: tuple[Subject, ...]) -> Records:
+    name, judge, only = options.campaign, calls.judge_fault, options.only
+    yield calls.run(name, subjects, judge, calls.FAULTS, only=only, **limits)
 
 
-def _faults(options: argparse.Namespace, subjects: tuple[Subject, ...]) -> Records:
-    limits = _limits(options) | {"only": options.only}
-    yield calls.run(options.campaign, subjects, calls.judge_fault, calls.FAULTS, **limits)
+def _power(_: argparse.Namespace, limits: Limits, subjects: tuple[Subject, ...]) -> Records:
+    yield power.run(subjects, **limits)
 
 
-def _power(options: argparse.Namespace, subjects: tuple[Subject, ...]) -> Records:
-    yield power.run(subjects, **_limits(options))
+def _flips(_: argparse.Namespace, limits: Limits, subjects: tuple[Subject, ...]) -> Records:
+    yield flips.run(subjects, **limits)
 
 
-def _flips(options: argparse.Namespace, subjects: tuple[Subject, ...]) -> Records:
-    yield flips.run(subjects, **_limits(options))
-
-
-def _signals(options: argparse.Namespace, phases: Mapping[str, float]) -> Records:
-    limits = _limits(options)
+def _signals(_: argparse.Namespace, limits: Limits, phases: Mapping[str, float]) -> Records:
     with tempfile.TemporaryDirectory() as directory:
         commands = CommandServer(Path(directory)).begin()
         try:
-            yield signals.run(commands, phases, points_wanted=limits.pop("points"), **limits)
+            yield signals.run(commands, phases, **limits)
         finally:
             commands.end()
 
 
-def _baseline(options: argparse.Namespace, subjects: tuple[Subject, ...]) -> Records:
+def _baseline(_: argparse.Namespace, limits: Limits, subjects: tuple[Subject, ...]) -> Records:
     """A record for each other way of saving and each campaign: outcomes, no promises."""
-    limits = _limits(options)
     for subject in subjects:
         if reason := no_calls():
             print(f"the kill sweep is left out: {reason}")
@@ -81,11 +73,7 @@ CAMPAIGNS: dict[str, tuple[str, Callable[..., Records], Any]] = {
     "flips": ("flipped bits, damaged files", _flips, OURS),
     "signals": ("SIGTERM, SIGUSR1, SIGINT in every phase of a training", _signals, signals.PHASES),
     "endurance": ("a training killed again and again", _signals, signals.KILL),
-    "baseline": (
-        "kills, power cuts, flips of DCP and safetensors; counts only",
-        _baseline,
-        BASELINES,
-    ),
+    "baseline": ("kills, cuts, flips of DCP and safetensors; counts only", _baseline, BASELINES),
 }
 """What each is about, what runs it, and on what."""
 UNSUPPORTED = {_kills: no_calls, _faults: no_calls, _power: power.no_disk}
@@ -113,7 +101,8 @@ def main() -> int:
     if reason:
         print(f"{options.campaign} cannot run here: {reason}")
         return CANNOT_RUN
-    return max(record.finish() for record in run(options, subjects))
+    limits = {"points": options.points, "seed": options.seed, "seconds": options.seconds}
+    return max(record.finish() for record in run(options, limits, subjects))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ Failed: within one ``save()``, each call of one name on the run directory by one
 ENOSPC and EIO. The call is not carried out; its rank gets the error.
 """
 
-from __future__ import annotations
-
 import errno
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import cycle, zip_longest
 from pathlib import Path
@@ -94,13 +92,11 @@ class Watcher:
 
 
 class Sweep(Place):
-    """Runs points, each with a fresh pair of ranks."""
-
     def run(self, subject: Subject, scenario: Scenario, point: Point | None = None) -> Watcher:
         """Run the scenario to its end, or killed at the point."""
         self.lay_out(subject, scenario)
         steps = () if scenario.step is None else (scenario.step,)
-        with Pair(str(self.root)) as pair:
+        with closing(Pair(str(self.root))) as pair:
             grace = self.random.uniform(0, 0.03)
             watcher = Watcher(pair, point, grace)
             job = Run(subject, self.root, steps, scenario.options)
@@ -129,7 +125,7 @@ class Sweep(Place):
     def faults(self, subject: Subject, scenario: Scenario) -> Iterator[tuple[str, Point]]:
         """Every call of an undisturbed save, with every error."""
         self.lay_out(subject, scenario)
-        with Pair(str(self.root)) as pair:
+        with closing(Pair(str(self.root))) as pair:
             watcher, _ = self.save(pair, subject, scenario, None)
         counts = Counter((rank, call.name) for rank, call in watcher.calls)
         for (rank, name), count in sorted(counts.items()):
@@ -143,7 +139,6 @@ Judge = Callable[[Sweep, Point], tuple[str, list[str], object]]
 
 
 def judge_kill(sweep: Sweep, point: Point) -> tuple[str, list[str], object]:
-    """Kill there and start anew."""
     scenario = point.scenario
     sweep.lay_out(point.subject, scenario)
     before = inspect.contents(sweep.root)
@@ -195,10 +190,9 @@ def judge_baseline(sweep: Sweep, point: Point) -> tuple[str, list[str], object]:
 
 
 def judge_fault(sweep: Sweep, point: Point) -> tuple[str, list[str], object]:
-    """Save with the fault, save again, and start anew."""
     sweep.lay_out(point.subject, point.scenario)
     before = inspect.contents(sweep.root)
-    with Pair(str(sweep.root)) as pair:
+    with closing(Pair(str(sweep.root))) as pair:
         watcher, outcomes = sweep.save(pair, point.subject, point.scenario, point)
         now = inspect.contents(sweep.root)
         is_there = point.scenario.final in now
@@ -306,9 +300,8 @@ def run(
         record.notes["distinct points"] = len(every)
         if only is not None:
             every = [point for point in every if str(point) == only]
-        end = time.monotonic() + seconds
-        for number, point in enumerate(every if faults or only is not None else cycle(every)):
-            if number >= points or time.monotonic() > end:
+        for point in every if faults or only is not None else cycle(every):
+            if not record.goes_on:
                 break
             outcome, wrong, call = judge(sweep, point)
             record.add(outcome, wrong, point=str(point), call=str(call))

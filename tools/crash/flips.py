@@ -5,8 +5,6 @@ also by a real two-rank start, which must fall back to the checkpoint before, an
 export, which must refuse and write nothing.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
@@ -77,12 +75,11 @@ class Damage:
 
     @property
     def is_exported(self) -> bool:
-        """Whether an export reads the file."""
         return self.file.startswith("model/") and self.file not in _NOT_EXPORTED
 
 
 class Bench(Place):
-    """Two checkpoints on tmpfs, whose newer one is damaged and mended again and again."""
+    """Two checkpoints on tmpfs. The newer one is damaged and mended again and again."""
 
     def __init__(self, subject: Subject, seed: int) -> None:
         super().__init__(seed)
@@ -90,7 +87,6 @@ class Bench(Place):
         self.prepare(self.subject, self.root, (OLDER, NEWER))
 
     def starts(self) -> list[Outcome]:
-        """What each rank resumes from."""
         outcomes = self.start(self.subject)
         self.pair.run(jobs.end)
         return outcomes
@@ -214,11 +210,10 @@ def run_baseline(subject: Subject, *, points: int, seed: int, seconds: float) ->
     """Single bits of the files that another way of saving reads: does a start notice?"""
     limits = {"points": points, "seed": seed, "seconds": seconds}
     record = Record(f"flips of {subject.name}", limits)
-    end = time.monotonic() + seconds
     with Bench(subject, seed) as bench:
         directory = max(path for path in bench.root.iterdir() if path.is_dir())
         files = sorted(os.listdir(directory))
-        while record.points < points and time.monotonic() < end:
+        while record.goes_on:
             flip = bench.flip(directory, files)
             whole = (directory / flip.file).read_bytes()
             flip.apply(directory, directory)
@@ -226,7 +221,8 @@ def run_baseline(subject: Subject, *, points: int, seed: int, seconds: float) ->
             (directory / flip.file).write_bytes(whole)
             if not all(outcome.ok for outcome in outcomes):
                 record.add("an error")
-                continue
-            harmless = all(outcome.value == Loaded(NEWER, NEWER) for outcome in outcomes)
-            record.add("no effect" if harmless else "wrong values, unnoticed")
+            elif all(outcome.value == Loaded(NEWER, NEWER) for outcome in outcomes):
+                record.add("no effect")
+            else:
+                record.add("wrong values, unnoticed")
     return record

@@ -1,7 +1,5 @@
 """What stands in a run directory, and which of the promises it breaks. Reads only; shares nothing with a run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -110,5 +108,4 @@ def _read(root: Path, name: layout.CheckpointName) -> Manifest | None:
 
 
 def target(link: Path) -> str | None:
-    """The name that a pointer holds."""
     return os.readlink(link) if link.is_symlink() else None

@@ -1,7 +1,6 @@
 """The tasks of the ranks in a campaign; each function runs on every rank of a pair."""
 
-from __future__ import annotations
-
+import contextlib
 import functools
 import itertools
 import logging
@@ -58,19 +57,16 @@ def begin(run: Run) -> Loaded | None:
 
 
 def save(steps: Iterable[int]) -> None:
-    """Save each of the steps."""
     for step in steps:
         _sessions[-1].save(step)
 
 
 def end() -> None:
-    """Close the session, if there is one."""
     while _sessions:
         _sessions.pop().close()
 
 
 def whole(run: Run) -> Loaded | None:
-    """Load, save all steps, close."""
     loaded = begin(run)
     save(run.steps)
     end()
@@ -86,7 +82,5 @@ def save_until_it_fails(first: int) -> None:
 
 def forget() -> None:
     """Drop the session without a word to it, as when its file system is gone."""
-    try:
+    with contextlib.suppress(OSError):
         end()
-    except OSError:
-        return

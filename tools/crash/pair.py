@@ -1,7 +1,5 @@
 """Two ranks that execute commands, may be watched at their system calls, and may be killed at any of them."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -57,7 +55,7 @@ class Rank:
 
 
 class Pair:
-    """Two forked processes with a gloo group. *watch*: the directory whose calls are shown to :meth:`finish`."""
+    """Two forked processes with a gloo group. *watch*: calls in this directory are shown to :meth:`finish`."""
 
     def __init__(self, watch: str | None = None) -> None:
         self._watch = watch
@@ -85,7 +83,6 @@ class Pair:
         return all(rank.alive for rank in self.ranks)
 
     def tell(self, job: Callable[..., Any], *arguments: Any) -> None:
-        """Start a job on all ranks."""
         for rank in self.ranks:
             rank.link.send((job, arguments))
 
@@ -152,7 +149,6 @@ class Pair:
             rank.messages.append(message)
 
     def kill(self, numbers: Iterable[int]) -> None:
-        """SIGKILL."""
         for number in numbers:
             if self.ranks[number].alive:
                 os.kill(self.ranks[number].pid, signal.SIGKILL)
@@ -175,12 +171,6 @@ class Pair:
             if rank.listener is not None:
                 os.close(rank.listener)
         shutil.rmtree(self._directory, ignore_errors=True)
-
-    def __enter__(self) -> Pair:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 _links: list[Connection] = []

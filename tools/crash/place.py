@@ -1,7 +1,5 @@
 """A run directory in memory, what a run starts from, and the two ranks that start on it anew."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import tempfile
@@ -74,7 +72,6 @@ class Place:
         return outcomes
 
     def prepare(self, subject: Subject, root: Path, steps: tuple[int, ...]) -> None:
-        """Save the steps in a run directory."""
         checked(self.pair.run(jobs.whole, Run(subject, root, steps)))
 
     def lay_out(self, subject: Subject, scenario: Scenario) -> None:

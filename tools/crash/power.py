@@ -5,8 +5,6 @@ replays the journal. The image keeps every block that the file system has writte
 acknowledged after a flush is not imitated. Needs root, loop devices and mkfs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math
@@ -18,6 +16,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Self
 
 from tools.crash import inspect, jobs
 from tools.crash.jobs import Run
@@ -42,9 +41,8 @@ def unsupported(file_system: str) -> str | None:
     if os.geteuid() != 0:
         return "mounting needs root"
     if shutil.which(_MKFS[file_system][0]) is None:
-        return (
-            f"{_MKFS[file_system][0]} is not installed (Debian: apt-get install e2fsprogs xfsprogs)"
-        )
+        package = "Debian: apt-get install e2fsprogs xfsprogs"
+        return f"{_MKFS[file_system][0]} is not installed ({package})"
     try:
         with Disk(file_system):
             return None
@@ -104,7 +102,7 @@ class Disk:
             time.sleep(0.01)
         return True
 
-    def __enter__(self) -> Disk:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -143,7 +141,7 @@ class Cycle:
         while (left := end - time.monotonic()) > 0:
             self._pair.serve_once(outcomes, None, seconds=left)
         self._disk.cut()
-        # Ours must end together; those of others wait for each other, and are killed with their machine.
+        # Our ranks must end together. Others wait for each other, and are killed with their machine.
         is_ours = self._run.subject.is_ours
         ended = self._pair.finish(seconds=60.0 if is_ours else 1.0)
         disagreement = _disagreement(self._pair.ranks, ended)
@@ -197,7 +195,7 @@ def run(
     seconds: float,
     name: str = "power cuts",
 ) -> Record:
-    """The campaign, *points* and *seconds* shared equally; those of other programs are only counted."""
+    """The campaign, *points* and *seconds* shared equally; other programs are only counted."""
     jobs.warm_up()
     record = Record(name, {"points": points, "seed": seed, "seconds": seconds})
     skipped = {each: reason for each in file_systems if (reason := unsupported(each))}

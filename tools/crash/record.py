@@ -1,7 +1,5 @@
 """What a campaign found: counts, violations with what reproduces them, a JSON file, and an exit code."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re
@@ -31,6 +29,12 @@ class Record:
     notes: dict[str, Any] = field(default_factory=dict)
     _reported: float = field(default_factory=time.time)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether neither the wanted points nor the seconds have been reached."""
+        seconds = time.time() - self.started
+        return bool(self.points < self.arguments["points"] and seconds < self.arguments["seconds"])
+
     def add(self, outcome: str, violations: Sequence[str] = (), **point: Any) -> None:
         """One point and what it came to; *point* is what one needs to run it again."""
         self.points += 1
@@ -45,14 +49,11 @@ class Record:
 
     @property
     def summary(self) -> str:
-        counted = ", ".join(
-            f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items())
-        )
+        counted = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
         seconds = time.time() - self.started
         return f"{self.campaign}: {self.points} points, {len(self.failures)} violations ({counted}), {seconds:.0f} s"
 
     def finish(self) -> int:
-        """Write the record, print the summary; the exit code."""
         DIRECTORY.mkdir(parents=True, exist_ok=True)
         path = DIRECTORY / (re.sub(r"\W+", "-", self.campaign) + ".json")
         document = {

@@ -1,7 +1,5 @@
 """What differs between two runs that should have ended equally: logs, and all state of the last checkpoint."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from itertools import zip_longest

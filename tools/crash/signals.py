@@ -6,8 +6,6 @@ has to be what a run without signals is. Some starts wait for data until they ge
 ``endurance`` kills all processes of each start at any instant instead.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import tempfile
@@ -87,7 +85,9 @@ class Point:
         return f"{when}/{self.target}/{self.number.name}{place}"
 
 
-def points(seed: int, met: Mapping[str, int], phases: Mapping[str, float]) -> Iterator[Point]:
+def random_points(
+    seed: int, met: Mapping[str, int], phases: Mapping[str, float]
+) -> Iterator[Point]:
     """Points without end, each of the phase that signals have *met* least."""
     chance = random.Random(seed)
     while True:
@@ -132,7 +132,7 @@ class Chain:
         """The step of the newest checkpoint, 0 without one."""
         return next((name.step for name in inspect.checkpoints(self.root)), 0)
 
-    def differences(self, undisturbed: Chain) -> list[str]:
+    def differences(self, undisturbed: "Chain") -> list[str]:
         """What is not as in an undisturbed run, and what is wrong with the checkpoints."""
         found = list(results.differences(undisturbed.root, self.root))
         return found + inspect.damage(self.root) + inspect.wrong_pointers(self.root)
@@ -191,7 +191,7 @@ class Campaign:
             self.chain = None
 
     def _signal(self, point: Point, trainer: Trainer) -> float | None:
-        """Wait for the instant, send, and return when; None if there was no process to get it."""
+        """Wait for the instant, send, and return when. Returns None when no process was there to get it."""
         if point.phase == "kill":
             if trainer.wait(point.seconds * self.run_seconds):
                 return None
@@ -303,7 +303,7 @@ def run(
     commands: CommandServer,
     phases: Mapping[str, float] = PHASES,
     *,
-    points_wanted: int,
+    points: int,
     seed: int,
     seconds: float,
     compares: bool = True,
@@ -311,14 +311,14 @@ def run(
     """The campaign; the outcomes of its record are the phases that signals met. Each gets its share. The last run is
     trained to its end, if its result is compared."""
     name = "endurance" if phases == KILL else "signals"
-    record = Record(name, {"points": points_wanted, "seed": seed, "seconds": seconds})
+    record = Record(name, {"points": points, "seed": seed, "seconds": seconds})
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="signals-", ignore_cleanup_errors=True) as base:
         campaign = Campaign(Path(base), commands, record, compares=compares)
-        for point in points(seed, record.outcomes, phases):
+        for point in random_points(seed, record.outcomes, phases):
             campaign.run(point)
             num_met = record.outcomes["killed"] if phases == KILL else record.points
-            if num_met >= points_wanted or time.monotonic() > end:
+            if num_met >= points or time.monotonic() > end:
                 break
         if compares and campaign.chain is not None:
             campaign.run(None)

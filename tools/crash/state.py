@@ -1,7 +1,7 @@
 """The state that the campaigns save: small, sharded over the ranks, and a pure function of one number."""
 
-from __future__ import annotations
-
+import functools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,6 @@ CUT = {"hidden": 1}
 
 
 class Kept:
-    """A recipe attribute that has state."""
-
     def __init__(self, value: Any, scope: str) -> None:
         self.value = value
         self.checkpoint_scope = scope
@@ -59,28 +57,18 @@ class Net(torch.nn.Module):
 
 
 def sharded(value: torch.Tensor, mesh: DeviceMesh | None, dim: int) -> torch.Tensor:
-    return (
-        value if mesh is None else distribute_tensor(value, mesh, [Shard(dim)], src_data_rank=None)
-    )
+    if mesh is None:
+        return value
+    return distribute_tensor(value, mesh, [Shard(dim)], src_data_rank=None)
 
 
-_meshes: dict[int, DeviceMesh] = {}
-
-
-def mesh_here() -> DeviceMesh | None:
-    """The mesh of this process's ranks; None without a process group."""
-    if not dist.is_initialized():
-        return None
-    size = dist.get_world_size()
-    if size not in _meshes:
-        _meshes[size] = init_device_mesh("cpu", (size,))
-    return _meshes[size]
+mesh_of = functools.cache(partial(init_device_mesh, "cpu"))
 
 
 def build(seed: int, rows: int = 1) -> SimpleNamespace:
-    """A recipe-like object whose every value follows from *seed*; *rows* times as large."""
+    """A recipe-like object with values that all follow from *seed*; *rows* times as large."""
     generator = torch.Generator().manual_seed(seed)
-    mesh = mesh_here()
+    mesh = mesh_of((dist.get_world_size(),)) if dist.is_initialized() else None
     model = Net(generator, mesh, rows, seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3, 3])
@@ -136,18 +124,13 @@ def digest(made: SimpleNamespace, *, tensors_only: bool = False) -> str:
     return hashed.hexdigest()
 
 
-_expected: dict[tuple[int, int, bool], str] = {}
-
-
+@functools.cache
 def expected(seed: int, rows: int = 1, *, tensors_only: bool = False) -> str:
     """The digest of the state that *seed* stands for, on this rank."""
-    key = (seed, rows, tensors_only)
-    if key not in _expected:
-        _expected[key] = digest(build(seed, rows), tensors_only=tensors_only)
-    return _expected[key]
+    return digest(build(seed, rows), tensors_only=tensors_only)
 
 
 def forget() -> None:
     """Forget what belongs to a process group that ended."""
-    _meshes.clear()
-    _expected.clear()
+    mesh_of.cache_clear()
+    expected.cache_clear()

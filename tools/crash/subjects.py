@@ -1,7 +1,5 @@
 """What is tested: this project's checkpoints, and two plain ways of saving to compare them with."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a start found: the step, and the number whose state it is, bit for bit, on this rank; None: of none."""
+    """What a start found: the step, and the number with the same state, bit for bit, on this rank; None: no number."""
 
     step: int
     seed: int | None
@@ -48,10 +46,10 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Subject:
-    """A way of saving; *name* is its heading in the comparison, *keys* are those of its CheckpointOptions."""
+    """A way of saving; *name* is its heading in the comparison, *keys* are options of CheckpointOptions."""
 
     name: str
-    session: type[Session]
+    session: "type[Session]"
     keys: tuple[tuple[str, Any], ...] = ()
     rows: int = 1
     """How large the tensors are; see :func:`tools.crash.state.build`."""
@@ -87,7 +85,7 @@ class Session:
 
 
 class SideFiles:
-    """What an export needs beside the weights."""
+    """What an export needs in addition to the weights."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
@@ -223,7 +221,6 @@ MIXTURE = "a mixture, unnoticed"
 
 
 def failed(what: str, outcomes: Sequence[Outcome]) -> list[str]:
-    """The ranks with a failed job, and their errors."""
     numbered = enumerate(outcomes)
     return [f"{what} on rank {n}: {o.traceback or 'died'}" for n, o in numbered if not o.ok]
 

@@ -5,8 +5,6 @@ kernel carries it out. No debugger, no strace, no privileges; Linux on x86-64. C
 into mapped files are not seen; nothing here writes that way.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os
@@ -114,8 +112,6 @@ def listen() -> int:
 
 
 class Stopped:
-    """One call that waits for an answer."""
-
     def __init__(self, listener: int) -> None:
         buffer = bytearray(80)
         fcntl.ioctl(listener, _RECEIVE, buffer, True)
@@ -153,19 +149,16 @@ class Stopped:
             return os.readlink(f"/proc/{self._thread}/fd/{self._arguments[_DESCRIPTOR[name][1]]}")
         _, directory, path = _PATH[name]
         given = os.fsdecode(self._text(self._arguments[path]))
-        return os.path.normpath(
-            given if given.startswith("/") else os.path.join(self._directory(directory), given)
-        )
+        if not given.startswith("/"):
+            given = os.path.join(self._directory(directory), given)
+        return os.path.normpath(given)
 
     def _directory(self, argument: int | None) -> str:
-        descriptor = (
-            _AT_FDCWD
-            if argument is None
-            else ctypes.c_int(self._arguments[argument] & 0xFFFFFFFF).value
-        )
-        return os.readlink(
-            f"/proc/{self._thread}/" + ("cwd" if descriptor == _AT_FDCWD else f"fd/{descriptor}")
-        )
+        descriptor = _AT_FDCWD
+        if argument is not None:
+            descriptor = ctypes.c_int(self._arguments[argument] & 0xFFFFFFFF).value
+        name = "cwd" if descriptor == _AT_FDCWD else f"fd/{descriptor}"
+        return os.readlink(f"/proc/{self._thread}/{name}")
 
     def _text(self, address: int) -> bytes:
         memory = os.open(f"/proc/{self._thread}/mem", os.O_RDONLY)

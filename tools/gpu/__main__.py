@@ -6,24 +6,20 @@ figures in DIR with the goals; `--docs` writes them to docs/performance.md. Exit
 measurement failed, 128 + the signal's number if a signal ended it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
-import re
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 from tools.gpu import goals, machine
-from tools.gpu.session import Figures, PartRun, Session, exit_on_signals
+from tools.gpu.session import NoBase, PartRun, Session, exit_on_signals
 from tools.support import ROOT, parser_of
 
 PART_SECONDS = 480.0
@@ -31,6 +27,11 @@ PART_SECONDS = 480.0
 _SCRATCH = "ckpt-gpu-"
 
 
+IMPORTED = (
+    "torch", "transformers", "peft", "automodel_ckpt.cli.train", "tools.gpu.timed",
+    "transformers.models.llama.modeling_llama", "transformers.optimization",
+)  # fmt: skip
+"""What each measurement would import otherwise."""
 PARTS: dict[str, float] = {
     "tests": 300,
     "lora": 250,
@@ -45,28 +46,7 @@ PARTS: dict[str, float] = {
 each needs: less than 30 minutes. A part is a module of :mod:`tools.gpu.parts` with a function ``run(part)``."""
 
 
-def module_of(part: str) -> Any:
-    """The module of a part. pytest would collect one with the name ``tests``."""
-    return import_module(f"tools.gpu.parts.{'gpu_tests' if part == 'tests' else part}")
-
-
 def main() -> int:
-    parser = _parser()
-    given = parser.parse_args()
-    out = Path(given.out or os.environ.get("OUT") or ROOT / "runs" / "gpu").resolve()
-    if given.report or given.docs:
-        return goals.report(out, docs=given.docs)
-    if unknown := sorted(set(given.parts) - PARTS.keys()):
-        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    try:
-        re.compile(given.only)
-    except re.error as error:
-        parser.error(f"--only {given.only}: no regular expression: {error}")
-    exit_on_signals()
-    return run_parts(given.parts or list(PARTS), out, given)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__, prog="python -m tools.gpu")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--out", metavar="DIR", help="where the figures go")
@@ -76,7 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", metavar="PATTERN", default="", help=only)
     parser.add_argument("--report", action="store_true", help="compare the figures with the goals")
     parser.add_argument("--docs", action="store_true", help="write them to docs/performance.md")
-    return parser
+    given = parser.parse_args()
+    out = Path(given.out or os.environ.get("OUT") or ROOT / "runs" / "gpu").resolve()
+    if given.report or given.docs:
+        return goals.report(out, docs=given.docs)
+    if unknown := sorted(set(given.parts) - PARTS.keys()):
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    exit_on_signals()
+    return run_parts(given.parts or list(PARTS), out, given)
 
 
 def run_parts(parts: list[str], out: Path, given: argparse.Namespace) -> int:
@@ -86,12 +73,20 @@ def run_parts(parts: list[str], out: Path, given: argparse.Namespace) -> int:
     """
     ends = time.monotonic() + 60 * given.minutes
     out.mkdir(parents=True, exist_ok=True)
-    _prepare_environment(given.dry_run)
-    with scratch_directory() as scratch:
+    # Before torch is imported.
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    # torch.cuda.is_available() then counts the GPUs, which a forked process does: CUDA does not survive a fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if given.dry_run:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with _scratch_directory() as scratch:
         print("importing torch, transformers and the recipes", flush=True)
         with without_initializing_cuda():
-            _import_everything()
-        device = "cpu" if given.dry_run else _device(scratch)
+            for name in IMPORTED:
+                import_module(name)
+            has_gpu = import_module("torch").cuda.is_available()
+        device = "cuda" if has_gpu and not given.dry_run else "cpu"
         session = Session(device, given.dry_run, scratch, out, machine.describe(), given.only)
         if device != "cuda" and not given.dry_run:
             print("no CUDA device: nothing was measured (--dry-run runs tiny models on the CPU)")
@@ -109,11 +104,13 @@ def run_parts(parts: list[str], out: Path, given: argparse.Namespace) -> int:
 
 def run_part(name: str, session: Session, seconds: float) -> int:
     """Run one part for at most some *seconds*; returns the number of measurements that failed."""
-    module = module_of(name)
-    print(f"{name} (at most {seconds:.0f} s): {module.__doc__.splitlines()[0]}", flush=True)
+    # pytest would collect a module with the name ``tests``.
+    module = import_module(f"tools.gpu.parts.{'gpu_tests' if name == 'tests' else name}")
+    print(f"{name} (at most {seconds:.0f} s): {str(module.__doc__).splitlines()[0]}", flush=True)
     part = PartRun(session, name, seconds)
     try:
-        module.run(part)
+        with suppress(NoBase):
+            module.run(part)
     except SystemExit as stop:
         part.write(f"stopped, code {stop.code}")
         raise
@@ -121,39 +118,8 @@ def run_part(name: str, session: Session, seconds: float) -> int:
     return len(part.failed)
 
 
-def _prepare_environment(is_dry_run: bool) -> None:
-    """Set what must be set before torch is imported."""
-    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    # torch.cuda.is_available() then asks the driver's management library: CUDA does not survive a fork.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    if is_dry_run:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def _import_everything() -> None:
-    for name in (
-        "torch", "transformers", "peft", "automodel_ckpt.cli.train", "tools.gpu.timed",
-        "transformers.models.llama.modeling_llama", "transformers.optimization",
-    ):  # fmt: skip
-        import_module(name)
-
-
-def _device(scratch: Path) -> str:
-    """``cuda`` if a forked process finds a GPU, else ``cpu``."""
-    probe = PartRun(Session("cpu", False, scratch, scratch, {}), "probe", 60)
-    found = probe.measure("cuda", _find_cuda)
-    return "cuda" if found and found["cuda"]["available"] else "cpu"
-
-
-def _find_cuda() -> Figures:
-    import torch
-
-    yield "cuda", {"available": torch.cuda.is_available()}
-
-
 @contextmanager
-def scratch_directory() -> Iterator[Path]:
+def _scratch_directory() -> Iterator[Path]:
     """A temporary directory for models and checkpoints. Those of calls that were killed are removed first."""
     place = Path(os.environ.get("GPU_SCRATCH") or tempfile.gettempdir())
     place.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """Training loops without this program: what someone who knows torch, transformers and peft writes for one GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ Step = tuple[list[Mapping[str, Any]], int]
 
 
 def load(base: Path, device: str) -> Any:
-    """The model in *base* in its dtype (bfloat16), on the device."""
     from transformers import AutoModelForCausalLM
 
     read: Any = AutoModelForCausalLM.from_pretrained
@@ -43,7 +40,6 @@ def full(name: str, base: Path, work: Work, device: str, flops: float, compiles:
 
 
 def random_steps(work: Work, device: str) -> Iterator[Step]:
-    """Steps on random tokens."""
     import torch
 
     while True:

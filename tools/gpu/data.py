@@ -1,7 +1,5 @@
 """Data of the measurements: samples with the lengths of SQuAD, and an image processor of any size."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The goals on one H200, computed from the figures of the parts: as text, and for docs/performance.md."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu.session import read_all
-from tools.support import write_block
+from tools.support import table, write_block
 
 DATASHEET_TFLOPS = 989.0
 """Dense bfloat16 rate of H100 and H200 in their datasheets, which torchtitan's MFU refers to."""
@@ -34,17 +32,14 @@ class Goal:
 
     @property
     def wanted(self) -> str:
-        """The goal as text."""
         return f"≥ {self.least:,g}" if self.least is not None else f"≤ {self.most:,g}"
 
     def value(self, parts: Parts) -> float | None:
-        """The figure, or None if it was not measured."""
         above = largest(parts, self.figure)
         below = largest(parts, self.over) if isinstance(self.over, tuple) else self.over
         return above / below if above is not None and below else None
 
     def is_met(self, value: float) -> bool:
-        """Whether *value* is at least, or at most, the goal."""
         if self.least is not None:
             return value >= self.least
         return self.most is not None and value <= self.most
@@ -142,8 +137,7 @@ def as_markdown(parts: Parts) -> str:
     for text, names in machines.items():
         of_parts = f" ({', '.join(names)})" if len(machines) > 1 else ""
         lines.append(f"{text}{of_parts}.")
-    lines += ["", "| | reference | goal | measured | met |", "|---|---|---|---:|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows_of(parts)]
+    lines += ["", table(("", "reference", "goal", "measured", "met"), rows_of(parts))]
     if (tests := parts.get("tests")) is None:
         return "\n".join([*lines, "", "tests/gpu was not run."])
     outcomes = tests["figures"].get("outcomes", {})

@@ -1,22 +1,20 @@
 """What the figures depend on: versions of packages, and the GPU."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
 import time
+from contextlib import suppress
 from importlib import metadata
 
 from tools.support import ROOT
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution; None if it is not installed."""
-    try:
+    """Returns None when the distribution is not installed."""
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def output_of(*command: str) -> str:

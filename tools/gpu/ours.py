@@ -1,7 +1,5 @@
 """Training with this program, as ckpt-train trains: a recipe file, run by the command's own function."""
 
-from __future__ import annotations
-
 import copy
 import json
 import time
@@ -95,7 +93,6 @@ def run_case(
     forecasts: bool = False,
     limit: float = 150,
 ) -> None:
-    """Measure the recipe with *changes*."""
     directory = part.session.scratch / part.name
     recipe = merged(recipe_of(work, base, directory), changes)
     arguments = (name, recipe, directory, work.warm_up, flops, forecasts)

@@ -4,8 +4,6 @@ The first process imports torch and transformers once and never initializes CUDA
 it starts in a fraction of a second, has the GPU's memory to itself, and takes all its memory with it when it ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -35,7 +33,7 @@ _TAIL_LINES = 25
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 RUNNING = "running"
-"""The value of ``ended`` in the file of a part that has not ended, or whose process was killed."""
+"""The value of ``ended`` in the file of a part that has not ended, or was killed."""
 _END = "end"
 
 
@@ -53,14 +51,17 @@ class Session:
     out: Path
     machine: Mapping[str, Any]
     only: str = ""
-    """A regular expression: measurements whose names do not contain it are left out, except for bases."""
+    """A regular expression: measurements with other names are left out, except for bases."""
     bases: dict[str, Path] = field(default_factory=dict)
     """Directories of base models that a part has written already, by the name of their shapes."""
 
     @property
     def log(self) -> Path:
-        """The file with the output of all measurements."""
         return self.out / "gpu.log"
+
+
+class NoBase(Exception):
+    """The base model of a part could not be written."""
 
 
 class PartRun:
@@ -86,7 +87,6 @@ class PartRun:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the part has to end."""
         return self.deadline - time.monotonic()
 
     def write(self, ended: str = RUNNING) -> None:
@@ -99,17 +99,18 @@ class PartRun:
         os.replace(partial, path)
 
     def add(self, name: str, figures: Mapping[str, Any]) -> None:
-        """Write the figures of a measurement."""
         self.figures[name] = dict(figures)
         self.write()
 
     def fail(self, name: str, reason: str) -> None:
-        """Write that a measurement has no figures, or not all."""
         self.failed[name] = reason
         self.write()
 
-    def base(self, config: Mapping[str, Any], key: str = "", auto_class: str = "") -> Path | None:
-        """The directory of a base of these shapes, which the first part that needs it writes; None if that failed."""
+    def base(self, config: Mapping[str, Any], key: str = "", auto_class: str = "") -> Path:
+        """The directory of a base of these shapes, which the first part that needs it writes.
+
+        Raises NoBase if that failed.
+        """
         from tools.gpu.shapes import TINY, write_base
 
         session = self.session
@@ -119,7 +120,7 @@ class PartRun:
             shapes = TINY if session.is_dry_run and not auto_class else config
             arguments = (shapes, directory, session.device, auto_class or "AutoModelForCausalLM")
             if not self.measure(BASE, write_base, *arguments, limit=180):
-                return None
+                raise NoBase
             session.bases[key] = directory
         return session.bases[key]
 
@@ -221,7 +222,6 @@ def _be_child(
     measurement: Measurement,
     arguments: tuple[Any, ...],
 ) -> NoReturn:
-    """Run the measurement as the forked process, and exit."""
     error: str | None = None
     try:
         os.setpgid(0, 0)

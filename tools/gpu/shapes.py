@@ -3,8 +3,6 @@
 Weights are random: the speed of dense layers does not depend on them, as long as they are not all zero.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,7 +59,6 @@ class Work:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a global batch."""
         return self.batch * self.length * self.accumulation
 
 
@@ -75,7 +72,7 @@ def work_of(config: Mapping[str, Any], *, is_dry_run: bool, **sizes: int) -> Wor
 
 
 def num_parameters(config: Mapping[str, Any]) -> tuple[int, int]:
-    """(all parameters of a Llama of these shapes, those of its embedding that compute nothing)."""
+    """(all parameters of a Llama of these shapes, parameters of its embedding that compute nothing)."""
     hidden = config["hidden_size"]
     head_size = hidden // config["num_attention_heads"]
     queries_and_output = 2 * hidden * hidden
@@ -83,17 +80,16 @@ def num_parameters(config: Mapping[str, Any]) -> tuple[int, int]:
     mlp = 3 * hidden * config["intermediate_size"]
     norms = 2 * hidden
     layers = config["num_hidden_layers"] * (queries_and_output + keys_and_values + mlp + norms)
-    final_norm = hidden
     output_layer = hidden * config["vocab_size"]
     # A tied embedding is the output layer, which computes.
     embedding = 0 if config["tie_word_embeddings"] else output_layer
-    return layers + final_norm + output_layer + embedding, embedding
+    return layers + hidden + output_layer + embedding, embedding
 
 
 def flops_per_token(config: Mapping[str, Any], length: int, *, trains_all: bool) -> float:
     """Floating-point operations per trained token, counted as torchtitan does: attention as if it were not causal.
 
-    With adapters, the gradients of the frozen weights are not computed, and those of the adapters are not counted.
+    With adapters, the gradients of the frozen weights are not computed, and the adapters' are not counted.
     """
     total, embedding = num_parameters(config)
     passes = 3 if trains_all else 2

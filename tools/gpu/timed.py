@@ -1,7 +1,5 @@
 """The recipes with a clock: `recipe: tools.gpu.timed.TimedLLM` trains as llm_finetune does, and notes each step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -24,16 +22,15 @@ class Clock:
 
     warm_up: int = 0
     since: float = 0.0
-    until: float = 0.0
     ends: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     kill_after_step: int | None = None
     """The process kills itself at the end of this step; None: never."""
 
     def start(self, warm_up: int) -> None:
-        """Begin a run whose first *warm_up* steps are not counted."""
+        """Begin a run. Its first *warm_up* steps are not counted."""
         self.warm_up = warm_up
-        self.since = self.until = time.perf_counter()
+        self.since = time.perf_counter()
         self.ends = []
         self.tokens = []
 
@@ -45,12 +42,12 @@ class Clock:
         self.tokens.append(num_tokens)
         if len(self.ends) == self.warm_up:
             self.since = self.ends[-1]
-        self.until = self.ends[-1]
 
     def figures(self) -> dict[str, Any]:
         """Seconds per counted step and tokens per second, with the peak of the device's memory."""
         num_steps = max(len(self.ends) - self.warm_up, 1)
-        seconds = max(self.until - self.since, 1e-9)
+        until = self.ends[-1] if self.ends else self.since
+        seconds = max(until - self.since, 1e-9)
         return {
             "tokens_per_second": sum(self.tokens[self.warm_up :]) / seconds,
             "seconds_per_step": seconds / num_steps,
@@ -89,8 +86,6 @@ def device_bytes() -> int:
 
 
 class TimedLoop(TrainingLoop):
-    """The loop of a recipe, which notes when a step ends."""
-
     def step(self, batch: GlobalBatch, control: Control) -> Due:
         due = super().step(batch, control)
         CLOCK.note(control.num_tokens, is_last=due.last)
@@ -100,16 +95,12 @@ class TimedLoop(TrainingLoop):
 
 
 class TimedVLMLoop(TimedLoop, VLMLoop):
-    """The loop of vision-language models, which notes when a step ends."""
+    pass
 
 
 class TimedLLM(LLMFinetune):
-    """``recipe: llm_finetune`` with a clock."""
-
     loop_class = TimedLoop
 
 
 class TimedVLM(VLMFinetune):
-    """``recipe: vlm_finetune`` with a clock."""
-
     loop_class = TimedVLMLoop

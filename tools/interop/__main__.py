@@ -3,8 +3,6 @@
 The rows of these programs in docs/clients.md are replaced; other rows stay. The exit code is 1 if a check fails.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import time
@@ -24,14 +22,10 @@ _VERSIONS = "import sys; from importlib.metadata import version; print(*map(vers
 
 
 def main() -> int:
-    """Run the checks and write the table. Returns the exit code."""
     names = sys.argv[1:] or list(PROGRAMS)
     unknown = sorted(set(names) - set(PROGRAMS))
     if unknown:
-        print(
-            f"unknown program: {', '.join(unknown)}; known: {', '.join(PROGRAMS)}", file=sys.stderr
-        )
-        return 2
+        sys.exit(f"unknown program: {', '.join(unknown)}; known: {', '.join(PROGRAMS)}")
     num_failed = 0
     for name in names:
         print(f"{PROGRAMS[name].name}:", flush=True)
@@ -43,7 +37,6 @@ def main() -> int:
 
 
 def _run(name: str, program: Program) -> tuple[str, list[Check]]:
-    """Return the versions of the program's packages, and its checks."""
     work, log = HOME / "work" / name, HOME / f"{name}.log"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

@@ -1,7 +1,5 @@
 """NeMo AutoModel: what its Checkpointer saves is read and continued here, and it reads the shards that we save."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +13,6 @@ _RECIPE = ROOT / "examples" / "llm_finetune" / "tiny_llama_python_docs.yaml"
 
 
 def checks(workplace: Workplace) -> Iterator[Check]:
-    """Yield the checks of both directions."""
     made = workplace.made("automodel/train.py", "--all")
     source = made / "epoch_0_step_4"
     yield state_check(source, "its checkpoint", made)

@@ -1,7 +1,5 @@
 """vLLM loads exports: in the dtype of the model, and the quantized ones of ``--to compressed-tensors``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +9,7 @@ import torch
 from tools.interop.program import Check, Workplace, build_model
 
 _PLAIN = "bfloat16"
-# Mean distance of log probabilities to those of the same weights as floats. Only these two schemes round activations.
+# Mean distance of log probabilities from the same weights as floats. Only these two schemes round activations.
 # vLLM's build for CPUs has no kernel for W8A16, "Quant type (uint8b128) not supported" (0.32).
 _LARGEST = {"FP8_DYNAMIC": 0.2, "W8A8": 0.1, "W4A16": 0.05, _PLAIN: 0.05}
 _SIZES = {

@@ -1,7 +1,5 @@
 """Checks of runs that another program started: imported with the training state, they continue with the same losses."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """DeepSpeed: checkpoints of ZeRO 1, 2 and 3 and universal ones are read here, as its own conversion reads them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Virtual environments for other programs: one directory each, made anew when what it should hold has changed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

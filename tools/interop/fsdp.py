@@ -1,7 +1,5 @@
 """torch with FSDP: what DCP saves is read and continued here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from tools.interop.continued import continued_check, state_check
@@ -9,7 +7,6 @@ from tools.interop.program import Check, Workplace
 
 
 def checks(workplace: Workplace) -> Iterator[Check]:
-    """Yield the checks of each layout of the optimizer."""
     for source in sorted(workplace.made("fsdp/make.py", "--all").glob("torch-*")):
         yield state_check(source, source.name)
         for num_ranks in (1, 2):

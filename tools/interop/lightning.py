@@ -3,8 +3,6 @@
 ``tools.trainers`` kills runs of Lightning's Trainer that save our checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

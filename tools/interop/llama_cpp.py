@@ -1,6 +1,4 @@
-"""llama.cpp (xllamacpp): GGUF files that are written here, and its answers compared with those of transformers."""
-
-from __future__ import annotations
+"""llama.cpp (xllamacpp): GGUF files that are written here; its answers are compared with transformers'."""
 
 import json
 from collections.abc import Iterator
@@ -49,7 +47,6 @@ class _Job:
 
 
 def checks(place: Workplace) -> Iterator[Check]:
-    """Compare tokenization, greedy tokens and log probabilities."""
     jobs = []
     for model in MODELS:
         source = model.save_in(place.directory)
@@ -127,7 +124,8 @@ def _compared(place: Workplace, jobs: list[_Job], precision: str) -> Iterator[Ch
         for expected, found in zip(job.logprobs, answer["logprobs"], strict=True):
             # There are none where llama.cpp's first token ends the text.
             if found[0] is not None:
-                errors.append(_error(expected, torch.tensor(found, dtype=torch.float64)))
+                difference = torch.tensor(found, dtype=torch.float64) - expected
+                errors.append(float(difference.std() / expected.std()))
         good = tokens == num_texts and len(errors) > num_prompts // 2
         good = good and max(errors) < _MAX_ERROR[precision]
         text = f"{tokens} of {num_texts} texts; error {max(errors):.0e}"
@@ -139,10 +137,6 @@ def _compared(place: Workplace, jobs: list[_Job], precision: str) -> Iterator[Ch
             what += f"; {_NUM_TOKENS} greedy tokens"
             text += f"; {greedy} of {num_prompts} prompts"
         yield Check(what, text, good)
-
-
-def _error(expected: torch.Tensor, found: torch.Tensor) -> float:
-    return float((found - expected).std() / expected.std())
 
 
 def _pre_tokenizers(place: Workplace) -> Iterator[Check]:

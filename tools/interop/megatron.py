@@ -1,7 +1,5 @@
 """Megatron-Core: its distributed checkpoints are read here, and it loads those that are exported here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -41,7 +39,6 @@ _TOLERANCE = 5e-5
 
 
 def checks(workplace: Workplace) -> Iterator[Check]:
-    """Yield the checks of both directions."""
     made = workplace.made("megatron/make.py")
     for name in ("llama", "qwen3", "mixtral"):
         run, expected = workplace.directory / f"imported-{name}", made / name / "expected"
@@ -49,9 +46,8 @@ def checks(workplace: Workplace) -> Iterator[Check]:
         theirs = json.loads((expected / "logits.json").read_text())
         (checkpoint,) = run.glob("epoch_*")
         found = logits_of(checkpoint / "model", theirs["ids"], "eager")
-        yield logits_check(
-            f"its {name} checkpoint is imported", found, theirs["logits"], _TOLERANCE
-        )
+        what = f"its {name} checkpoint is imported"
+        yield logits_check(what, found, theirs["logits"], _TOLERANCE)
     arguments: list[str] = []
     for name, special, multiple, tensor_parallel in _MODELS:
         source, exported = workplace.directory / name, workplace.directory / f"{name}-megatron"
@@ -70,6 +66,5 @@ def checks(workplace: Workplace) -> Iterator[Check]:
     for name, _, _, tensor_parallel in _MODELS:
         found = report[str(workplace.directory / f"{name}-megatron" / "release")]
         what = f"GPTModel loads an exported {name} ({tensor_parallel} rank(s))"
-        yield logits_check(
-            what, found, logits_of(workplace.directory / name, _IDS, "eager"), _TOLERANCE
-        )
+        ours = logits_of(workplace.directory / name, _IDS, "eager")
+        yield logits_check(what, found, ours, _TOLERANCE)

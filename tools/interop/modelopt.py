@@ -3,8 +3,6 @@
 Checkpoints of several ranks are written, and refused when they are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from tools.interop.program import Check, Workplace, files_check, tensors_check
 
 
 def checks(workplace: Workplace) -> Iterator[Check]:
-    """Yield the checks of both directions, for each model and number of ranks."""
     for theirs in sorted(workplace.made("modelopt/make.py").glob("*/tp*")):
         source, size = theirs.parent / "hf", theirs.name.removeprefix("tp")
         what = f"{theirs.parent.name} Llama, tensor parallel size {size}"

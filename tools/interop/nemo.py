@@ -1,7 +1,5 @@
 """NeMo: its .nemo files are read and unpacked here, and it restores those that are exported and packed here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +21,6 @@ _SIZES = {
 
 
 def checks(workplace: Workplace) -> Iterator[Check]:
-    """Yield the checks of both directions."""
     made = workplace.made("nemo/make.py")
     state = made / "state.safetensors"
     for name in ("model.nemo", "unpacked", "gzip.nemo"):

@@ -1,7 +1,5 @@
 """onnxruntime: models that are exported here give the logits of transformers, for any batch and length."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from tests.support.models.gguf_models import model_named
@@ -21,7 +19,3 @@ def checks(place: Workplace) -> Iterator[Check]:
         for shape, error in place.report("onnx_logits.py", source, output):
             what = f"{name}: largest error of logits, batch and length {tuple(shape)}"
             yield Check(what, f"{error:.1e}", error < _MAX_ERROR)
-    source, output = place.directory / "qwen-3", place.directory / "external"
-    (found,) = place.report("onnx_logits.py", "--external-data", source, output)
-    what = "Qwen 3, weights in model.onnx.data: largest error"
-    yield Check(what, f"{found:.1e}", found < _MAX_ERROR)

@@ -1,7 +1,5 @@
 """What the checks of a program use: a place to run both programs in, and comparisons of tensors, losses and logits."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess
@@ -50,24 +48,18 @@ class Workplace:
     def run(self, command: Sequence[object], **options: Any) -> None:
         """Run a command in *directory*. Raises subprocess.SubprocessError if it fails or takes half an hour."""
         quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        defaults: dict[str, Any] = {
-            "cwd": self.directory,
-            "env": own_variables() | quiet | self.variables,
-        }
+        variables = own_variables() | quiet | self.variables
+        options = {"cwd": self.directory, "env": variables, **options}
         words = [str(part) for part in command]
         with open(self.log, "a") as log:
-            defaults |= {"stdout": log, "stderr": subprocess.STDOUT, "timeout": _TIMEOUT_SECONDS}
-            subprocess.run(words, check=True, **defaults | options)
+            options |= {"stdout": log, "stderr": subprocess.STDOUT, "timeout": _TIMEOUT_SECONDS}
+            subprocess.run(words, check=True, **options)
 
-    def run_script(self, script: Path, *arguments: str | Path) -> None:
-        """Run a Python script with the program's interpreter, as :meth:`run`."""
-        self.run([self.python, script, *arguments])
-
-    def report(self, script: str, *arguments: str | Path, name: str = "report.json") -> Any:
+    def report(self, script: str, *arguments: str | Path) -> Any:
         """Run one of the scripts with the file of its report as the last argument; return the report."""
-        report = self.directory / name
+        report = self.directory / "report.json"
         report.unlink(missing_ok=True)
-        self.run_script(SCRIPTS / script, *arguments, report)
+        self.run([self.python, SCRIPTS / script, *arguments, report])
         return json.loads(report.read_text())
 
     def made(self, fixture: str, *arguments: str | Path, name: str = "made") -> Path:
@@ -75,7 +67,7 @@ class Workplace:
         directory = self.directory / name
         if fixture.startswith(("megatron", "nemo", "lightning", "automodel/make_fixture")):
             directory.mkdir()
-        self.run_script(ROOT / "tests" / "fixtures" / fixture, directory, *arguments)
+        self.run([self.python, ROOT / "tests" / "fixtures" / fixture, directory, *arguments])
         return directory
 
     def ckpt(self, *arguments: str | Path) -> None:
@@ -86,7 +78,6 @@ class Workplace:
             raise RuntimeError(f"ckpt {' '.join(map(str, arguments))} ended with code {code}")
 
     def train(self, recipe: str, directory: Path, *overrides: str, num_ranks: int) -> None:
-        """Write a recipe's text to *directory*, and train it with this program."""
         directory.mkdir(exist_ok=True)
         path = directory / "recipe.yaml"
         path.write_text(recipe)

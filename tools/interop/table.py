@@ -1,7 +1,5 @@
 """The programs: their environments, the versions that docs/clients.md shows, and what is compared there."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from tools.interop.environments import TORCH
@@ -87,7 +85,7 @@ PROGRAMS = {
     ),
     "modelopt": Program(
         "NVIDIA ModelOpt",
-        "its checkpoints of 1, 2 and 4 ranks are written equally; those of 1 rank are read",
+        "its checkpoints of 1, 2 and 4 ranks are written equally, and of 1 rank read",
         ("nvidia-modelopt", "transformers"),
         (TORCH, f"{TORCH} nvidia-modelopt==0.47.0 {_TRANSFORMERS} requests"),
     ),

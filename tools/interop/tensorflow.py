@@ -1,7 +1,5 @@
 """TensorFlow: the checkpoints that it writes are read here, without it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from tools.interop.program import Check, Workplace
 
 
 def checks(workplace: Workplace) -> Iterator[Check]:
-    """Yield a check for each kind of checkpoint."""
     made = workplace.made("tensorflow/make.py", "large")
     yield _compared("tf.train.Checkpoint, with Adam", made / "objects")
     yield _compared("Saver, two data files, eight dtypes", made / "saver")

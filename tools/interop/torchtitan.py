@@ -1,7 +1,5 @@
 """torchtitan: what its CheckpointManager saves is read here, and it loads what is exported here (Llama 3, CPU)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 
@@ -15,7 +13,6 @@ _TOLERANCE = 2e-5
 
 
 def checks(workplace: Workplace) -> Iterator[Check]:
-    """Yield the checks of both directions."""
     made = workplace.made("torchtitan/make.py", "--plain")
     run, config = workplace.directory / "imported", made / "config"
     workplace.ckpt("import", made / "checkpoint" / "step-3", run, "--config", config)

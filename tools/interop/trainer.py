@@ -1,7 +1,5 @@
 """transformers' Trainer: its runs continue here, and runs of this program continue there, with the same losses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 
@@ -29,7 +27,6 @@ _RANKS = ((1, "ddp"), (2, "ddp"), (2, "fsdp2"))
 
 
 def checks(workplace: Workplace) -> Iterator[Check]:
-    """Yield the checks of both directions."""
     for number, (name, (arguments, recipe)) in enumerate(_VARIANTS.items()):
         made = workplace.made(_MAKER, *arguments, name=f"made{number}")
         text = recipe.replace("CONFIG", str(made / "checkpoint-5"))
@@ -44,7 +41,6 @@ def checks(workplace: Workplace) -> Iterator[Check]:
 def _here(
     workplace: Workplace, made: str, what: str, recipe: str, *options: str
 ) -> Iterator[Check]:
-    """Continue the Trainer's checkpoint of step 5."""
     source = workplace.directory / made
     for num_ranks, strategy in _RANKS:
         run = workplace.directory / f"here-{made}-{num_ranks}-{strategy}" / "run"

@@ -9,8 +9,6 @@ printed and written to runs/mutants.json. Read them: each is a missing test, a l
 makes no difference.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -104,8 +102,11 @@ def main() -> int:
         path, mutation = place
         outcome = attempt(ROOT, path, mutation, options.tests, options.timeout)
         print(f"{outcome:9} {path}:{mutation.line}  {mutation.description}", flush=True)
-        place_text = f"{path}:{mutation.line}"
-        return {"place": place_text, "change": mutation.description, "outcome": outcome}
+        return {
+            "place": f"{path}:{mutation.line}",
+            "change": mutation.description,
+            "outcome": outcome,
+        }
 
     with ThreadPoolExecutor(options.workers) as pool:
         results = list(pool.map(run, chosen))

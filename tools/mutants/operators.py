@@ -5,8 +5,6 @@ condition the wrong way around, a call or an error left out. Operators that most
 messages, changed buffer sizes) are left out on purpose.
 """
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass
 
@@ -28,7 +26,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mult: ast.FloorDiv,
     ast.FloorDiv: ast.Mult,
 }
-# Calls whose removal changes what a person reads and nothing else.
+# Without these calls, only what a person reads changes.
 _SPEECH = {"log", "print", "warnings"}
 # Calls that release what the end of the process releases too.
 _RELEASES = {"close", "join", "shutdown", "stop"}
@@ -36,6 +34,7 @@ _RELEASES = {"close", "join", "shutdown", "stop"}
 _NO_RESULT = {"copy", "daemon", "repr", "show_progress"}
 # Functions that read a clock, which never shows the very instant of a deadline.
 _CLOCKS = {"monotonic", "perf_counter", "thread_time"}
+_LONGEST = 140
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Mutation:
     description: str
 
     def apply(self, source: bytes) -> bytes:
-        """Return the changed source."""
         return source[: self.start] + self.replacement.encode() + source[self.end :]
 
 
@@ -71,34 +69,25 @@ class _Finder(ast.NodeVisitor):
         for line in source.splitlines(keepends=True):
             self._line_starts.append(self._line_starts[-1] + len(line))
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+    def visit_FunctionDef(
+        self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    ) -> None:
         # Decorators, annotations and defaults are declarations: only bodies are changed.
-        is_constructor = node.name == "__init__"
         for statement in node.body:
-            if is_constructor and isinstance(statement, ast.Assign):
+            if node.name == "__init__" and isinstance(statement, ast.Assign):
                 # Without its first value an attribute is missing, which every test notices, or it is never read.
                 self.visit(statement.value)
             else:
                 self.visit(statement)
 
+    visit_ClassDef = visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+
     def visit_keyword(self, node: ast.keyword) -> None:
-        is_strict = (
-            node.arg == "strict"
-            and isinstance(node.value, ast.Constant)
-            and node.value.value is True
-        )
+        is_strict = ast.unparse(node) == "strict=True"
         # zip(..., strict=True) asserts that the program itself made both of the same length. It changes no result, and
         # unequal lengths in somebody's input are an error with a message before they get there.
         if node.arg not in _NO_RESULT and not is_strict:
             self.generic_visit(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for statement in node.body:
-            self.visit(statement)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        for statement in node.body:
-            self.visit(statement)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         is_declaration = isinstance(node.value, ast.Call) and _root_name(node.value.func) == "field"
@@ -129,23 +118,18 @@ class _Finder(ast.NodeVisitor):
 
     def visit_If(self, node: ast.If) -> None:
         if isinstance(node.test, ast.Name | ast.Attribute | ast.Call):
-            self._replace(
-                node.test,
-                f"not ({ast.unparse(node.test)})",
-                f"negate the condition {_short(node.test)}",
-            )
+            condition = ast.unparse(node.test)
+            self._replace(node.test, f"not ({condition})", f"negate the condition {condition}")
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         if isinstance(node.op, ast.Not):
-            self._replace(
-                node, f"({ast.unparse(node.operand)})", f"remove 'not' from {_short(node)}"
-            )
+            self._replace(node, node.operand, f"remove 'not' from {ast.unparse(node)}")
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
         swapped = ast.BoolOp(ast.And() if isinstance(node.op, ast.Or) else ast.Or(), node.values)
-        self._replace(node, f"({ast.unparse(swapped)})", f"swap and / or in {_short(node)}")
+        self._replace(node, swapped, f"swap and / or in {ast.unparse(node)}")
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -154,32 +138,33 @@ class _Finder(ast.NodeVisitor):
         is_deadline = has_clock and isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
         if len(node.ops) == 1 and not is_deadline:
             other = _COMPARISONS[type(operator)]()
-            swapped = ast.Compare(node.left, [other], node.comparators)
-            description = f"{_short(node)} becomes {_short(swapped)}"
-            self._replace(node, f"({ast.unparse(swapped)})", description)
+            self._replace(node, ast.Compare(node.left, [other], node.comparators))
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         swapped_type = _ARITHMETIC.get(type(node.op))
         if swapped_type is not None and not _is_text(node.left) and not _is_text(node.right):
-            swapped = ast.BinOp(node.left, swapped_type(), node.right)
-            self._replace(
-                node, f"({ast.unparse(swapped)})", f"{_short(node)} becomes {_short(swapped)}"
-            )
+            self._replace(node, ast.BinOp(node.left, swapped_type(), node.right))
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, bool):
-            self._replace(node, str(not node.value), f"{node.value} becomes {not node.value}")
+            self._replace(node, ast.Constant(not node.value))
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         """Leave f-strings alone: most of them are messages."""
 
-    def _replace(self, node: ast.expr | ast.stmt, replacement: str, description: str) -> None:
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
+    def _replace(
+        self, node: ast.expr | ast.stmt, by: ast.expr | str, description: str = ""
+    ) -> None:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        new = by if isinstance(by, str) else ast.unparse(by)
+        description = description or f"{ast.unparse(node)} becomes {new}"
+        replacement = new if isinstance(by, str) else f"({new})"
         start = self._line_starts[node.lineno - 1] + node.col_offset
         end = self._line_starts[node.end_lineno - 1] + node.end_col_offset
+        if len(description) > _LONGEST:
+            description = f"{description[:_LONGEST]}..."
         self.found.append(Mutation(node.lineno, start, end, replacement, description))
 
 
@@ -197,11 +182,4 @@ def _reads_clock(node: ast.expr) -> bool:
 
 
 def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.JoinedStr) or (
-        isinstance(node, ast.Constant) and isinstance(node.value, str)
-    )
-
-
-def _short(node: ast.AST) -> str:
-    text = ast.unparse(node)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return isinstance(getattr(node, "value", None), str) or isinstance(node, ast.JoinedStr)

@@ -1,7 +1,5 @@
 """``python -m tools.random_recipes``: exit code 1 if a recipe failed, or was not resumed exactly."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys
@@ -21,17 +19,11 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1, help="the first seed (1)")
     parser.add_argument("--recipes", type=int, default=100, help="how many recipes (100)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long")
-    parser.add_argument("--show", action="store_true", help="print the flags, and run none")
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.recipes)
-    recipes = (draw(seed) for seed in seeds)
-    if options.show:
-        for recipe in recipes:
-            print(_text(recipe))
-        return 0
     record = Record("random recipes", vars(options))
-    for recipe in recipes:
-        _check(recipe, record)
+    for seed in seeds:
+        _check(draw(seed), record)
         if time.time() - record.started > options.seconds:
             break
     return record.finish()
@@ -48,13 +40,10 @@ def _check(recipe: Recipe, record: Record) -> None:
     print(f"{seed}: {result.outcome}, {time.time() - started:.0f} s", flush=True)
     if result.reason:
         record.notes[f"{seed} rejected"] = result.reason
-    place = {"files": str(work), "flags": _text(recipe)} if result.problems else {}
+    flags = shlex.join(recipe.flags(Path("RUN"), recipe.ranks))
+    text = f"ckpt-train {flags}  # then {recipe.other_ranks} ranks"
+    place = {"files": str(work), "flags": text} if result.problems else {}
     record.add(result.outcome, result.problems, seed=seed, **place)
-
-
-def _text(recipe: Recipe) -> str:
-    flags = recipe.flags(Path("RUN"), recipe.ranks)
-    return f"ckpt-train {shlex.join(flags)}  # then {recipe.other_ranks} ranks"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Random options for the recipes of the examples, as flags of ``ckpt-train``."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -30,6 +28,7 @@ BASE = "BASE"
 STORE = "STORE"
 """Stands for the directory of the run's store."""
 
+_MESH = re.compile(r"distributed\.(strategy|.*_size)")
 Options = dict[str, Any]
 """The values of the flags, by the key in the recipe. Those that are not text are written as JSON, a subset of YAML."""
 
@@ -49,7 +48,7 @@ class Recipe:
         """The arguments of ``ckpt-train`` for the directory *run*; a mesh fits only the ranks it was drawn for."""
         options = self.options
         if ranks != self.ranks:
-            options = {key: value for key, value in options.items() if not _is_of_mesh(key)}
+            options = {key: value for key, value in options.items() if not _MESH.fullmatch(key)}
         values = {
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in options.items()
@@ -68,12 +67,8 @@ def store_of(run: Path) -> Path:
     return run.absolute().with_name(f"{run.name}-store")
 
 
-def _is_of_mesh(key: str) -> bool:
-    return key == "distributed.strategy" or re.fullmatch(r"distributed\..*_size", key) is not None
-
-
 def draw(seed: int) -> Recipe:
-    """Return the recipe of *seed*: the first of the random ones whose keys do not contradict each other."""
+    """Return the recipe of *seed*: the first random one with keys that do not contradict each other."""
     numbers = random.Random(seed)
     while True:
         recipe = _draw_once(seed, numbers)
@@ -111,8 +106,6 @@ def _draw_once(seed: int, numbers: random.Random) -> Recipe:
 
 @dataclass(frozen=True)
 class _Some:
-    """The options drawn so far."""
-
     numbers: random.Random
     options: Options
 

@@ -7,10 +7,6 @@ Each run is killed with SIGKILL at a random time, as often during a save as else
 code. It is then compared with a run that was not killed: final weights, the tensors of each step, and the logs.
 """
 
-from __future__ import annotations
-
-import argparse
-import functools
 import importlib
 import json
 import os
@@ -22,18 +18,18 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from tools.support import ROOT, parser_of, table, write_block
 from tools.trainers.subjects import SUBJECTS, write_base
 
 ROWS = ("resumed", "same weights", "same order", "same logs", "silent differences")
 START = "start\n"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "library.md"
-MARKS = ("<!-- trainers -->\n", "<!-- end trainers -->\n")
+PAGE = ROOT / "docs" / "guides" / "library.md"
 
 
 def _train(subject: str, base: Path, run: Path, ours: bool) -> None:
@@ -49,14 +45,14 @@ def _train(subject: str, base: Path, run: Path, ours: bool) -> None:
     torch.save(model.state_dict(), run / "weights.pt")
 
 
-def _in_child(work: Callable[[], None], kill_after: float | None = None) -> tuple[int, float]:
-    """Call *work* in a forked process, and kill it after so many seconds. Return its exit code, and its seconds."""
+def _in_child(*arguments: Any, kill_after: float | None = None) -> tuple[int, float]:
+    """Train in a forked process, and kill it after so many seconds. Return its exit code, and its seconds."""
     started = time.monotonic()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            work()
+            _train(*arguments)
             code = 0
         except Exception:
             traceback.print_exc()
@@ -102,16 +98,15 @@ def measure(subject: str, ours: bool, num_kills: int, seed: int, work: Path) -> 
     base, whole = work / "base", work / "whole"
     if not base.exists():
         write_base(base)
-    code, seconds = _in_child(functools.partial(_train, subject, base, whole, ours))
+    code, seconds = _in_child(subject, base, whole, ours)
     if code != 0:
         sys.exit(f"{subject} failed:\n{(whole / 'output.txt').read_text()[-3000:]}")
     numbers = random.Random(seed)
     total: Counter[str] = Counter()
     for number in range(num_kills):
         run = work / f"killed-{number}"
-        train = functools.partial(_train, subject, base, run, ours)
-        _in_child(train, numbers.uniform(0.1, 1.0) * seconds)
-        code, _ = _in_child(train)
+        _in_child(subject, base, run, ours, kill_after=numbers.uniform(0.1, 1.0) * seconds)
+        code, _ = _in_child(subject, base, run, ours)
         outcome = _outcome(whole, run, code)
         total.update(row for row in ROWS if outcome[row])
         if ours and not all(outcome[row] for row in ROWS[:4]):
@@ -121,9 +116,7 @@ def measure(subject: str, ours: bool, num_kills: int, seed: int, work: Path) -> 
 
 def main() -> int:
     """Print the table, and write it to the guide. Returns 1 if a run with our checkpoints differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="kills of each trainer (20)")
     parser.add_argument("--only", choices=SUBJECTS, help="one trainer")
     parser.add_argument("--seed", type=int, default=1, help="of the times of the kills (1)")
@@ -134,22 +127,20 @@ def main() -> int:
     for name in ("trl", "peft", "lightning", "automodel_ckpt.checkpoint.checkpointer"):
         # Once, and not in each of the forked processes.
         importlib.import_module(name)
-    lines = [["trainer", "checkpoints", *ROWS]]
+    lines: list[list[object]] = []
     has_failed = False
     for subject in [options.only] if options.only else SUBJECTS:
         for ours in (False, True):
             work = Path(tempfile.mkdtemp(prefix="trainers-"))
             counts = measure(subject, ours, options.kills, options.seed, work)
             source = "ours" if ours else "its own"
-            lines.append([subject, source, *(str(counts[row]) for row in ROWS)])
-            print(" | ".join(lines[-1]), flush=True)
+            lines.append([subject, source, *(counts[row] for row in ROWS)])
+            print(*lines[-1], sep=" | ", flush=True)
             has_failed |= ours and counts["silent differences"] > 0
-    lines.insert(1, ["---"] * len(lines[0]))
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    print(table)
+    block = table(("trainer", "checkpoints", *ROWS), lines)
+    print(block)
     if options.write:
-        before, _, rest = PAGE.read_text().partition(MARKS[0])
-        PAGE.write_text(before + MARKS[0] + table + MARKS[1] + rest.partition(MARKS[1])[2])
+        write_block("trainers", block, PAGE)
     return int(has_failed)
 
 

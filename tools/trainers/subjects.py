@@ -1,11 +1,10 @@
 """The runs that :mod:`tools.trainers` kills: tiny models in transformers' Trainer, TRL's trainers and Lightning."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -234,21 +233,17 @@ def record(run: Path, step: int, inputs: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _of_trainer(build: Callable[..., Trainer], lora: bool = False) -> Callable[..., nn.Module]:
-    return lambda base, run, ours: _run_trainer(build, lora, base, run, ours)
-
-
 SUBJECTS: dict[str, Callable[[Path, Path, bool], nn.Module]] = {
-    "Trainer": _of_trainer(_trainer),
-    "SFTTrainer": _of_trainer(_trl("SFT")),
-    "SFTTrainer, LoRA": _of_trainer(_trl("SFT"), lora=True),
-    "KTOTrainer": _of_trainer(_trl("KTO")),
-    "RewardTrainer": _of_trainer(_trl("Reward")),
-    "DPOTrainer": _of_trainer(_trl("DPO")),
-    "DPOTrainer, LoRA": _of_trainer(_trl("DPO"), lora=True),
-    "GRPOTrainer": _of_trainer(_trl("GRPO")),
-    "GRPOTrainer, LoRA": _of_trainer(_trl("GRPO"), lora=True),
-    "RLOOTrainer": _of_trainer(_trl("RLOO")),
+    "Trainer": partial(_run_trainer, _trainer, False),
+    "SFTTrainer": partial(_run_trainer, _trl("SFT"), False),
+    "SFTTrainer, LoRA": partial(_run_trainer, _trl("SFT"), True),
+    "KTOTrainer": partial(_run_trainer, _trl("KTO"), False),
+    "RewardTrainer": partial(_run_trainer, _trl("Reward"), False),
+    "DPOTrainer": partial(_run_trainer, _trl("DPO"), False),
+    "DPOTrainer, LoRA": partial(_run_trainer, _trl("DPO"), True),
+    "GRPOTrainer": partial(_run_trainer, _trl("GRPO"), False),
+    "GRPOTrainer, LoRA": partial(_run_trainer, _trl("GRPO"), True),
+    "RLOOTrainer": partial(_run_trainer, _trl("RLOO"), False),
     "Lightning": _run_lightning,
 }
 """Trains the model of a base in a run directory, with the trainer's own checkpoints or ours; returns the model."""

@@ -4,7 +4,7 @@
     report.output                                              # .../model/consolidated
 
 The steps are: open the source, verify everything but the tensors, plan (without side effects), write all files to a
-staging directory beside the target and verify the tensors meanwhile, flush the files to disk, rename the directory. An
+staging directory next to the target and verify the tensors meanwhile, flush the files to disk, rename the directory. An
 earlier export is unchanged until the last step. Imports no torch, and numpy only for casts and interleaved slices.
 
 :func:`write_weights` reads slices, compares them with their digests, assembles, casts, digests and writes. Threads take

@@ -26,7 +26,7 @@ from automodel_ckpt.checkpoint.parts.tree import size_problem
 from automodel_ckpt.errors import CheckpointUnusable, Problem, unusable
 
 # A line of a hundred bytes for each byte range; parsed, it takes up to 25 times as much memory. A longer manifest must
-# have that many bytes of weights beside it to describe.
+# have that many bytes of weights to describe.
 _FREE_BYTES = 16 << 20
 _MAX_BYTES = 1 << 29
 _DATA_RATIO = 64

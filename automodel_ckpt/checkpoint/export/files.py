@@ -73,7 +73,7 @@ def cast_lines(casts: Mapping[tuple[str, str], int]) -> list[str]:
 
 
 def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[FileDict, list[str]]:
-    """Return the content of every file of the export beside the weights, and warnings for the user.
+    """Return the content of every file of the export other than the weights, and warnings for the user.
 
     Raises :class:`CheckpointUnusable` if a file cannot be read, or config.json is not a JSON mapping.
     """

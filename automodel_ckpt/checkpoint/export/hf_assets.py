@@ -61,7 +61,7 @@ _NUM_SHOWN = 5
 
 @dataclass(eq=False)
 class HFAssets:
-    """What an export needs beside the weights.
+    """What an export needs in addition to the weights.
 
     *config* and *generation_config* are transformers' objects, *tokenizer* a tokenizer or processor (None: none).
     *base_dir* is the local directory that the model was loaded from. *tensors* are those that the model stores; *tied*

@@ -221,7 +221,7 @@ def _tie_groups(tied: Texts) -> dict[str, list[str]]:
 def _dtype(fqn: str, tensor: Tensor, maps: BaseMaps, cast_dtype: str | None) -> str:
     """Return the dtype of an exported tensor. Only ordinary floats are cast, and only to ordinary floats.
 
-    Tensors that the model keeps in float32 beside others of the dtype *cast_dtype* stay so.
+    Tensors that the model keeps in float32 among others of the dtype *cast_dtype* stay so.
     """
     original = (maps.dtype or {}).get(fqn, tensor.dtype)
     if tensor.dtype not in ORDINARY_FLOATS:

@@ -23,7 +23,7 @@ AVERAGE = "ema"
 
 # In the directory of a module or optimizer in a checkpoint.
 HF_METADATA = ".hf_metadata"
-"""The side files of an export, such as config.json and the tokenizer's, beside the shards of a model."""
+"""The side files of an export, such as config.json and the tokenizer's, next to the shards of a model."""
 CONSOLIDATED = "consolidated"
 MERGED = "merged"
 EXPORTS = frozenset({CONSOLIDATED, MERGED})

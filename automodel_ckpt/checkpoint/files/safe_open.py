@@ -170,7 +170,7 @@ _LIST_BYTES = 72
 _ELEMENT_BYTES = 44
 _KEY_BYTES = 45
 _TEXT_BYTES = 64
-# The parser stores equal keys once. These keys are always beside so many others that repeat as often: in a slice of a
+# The parser stores equal keys once. These keys are always among so many others that repeat as often: in a slice of a
 # manifest, in a tensor of a manifest, and in a tensor of a safetensors header.
 _REPEATED_KEYS = {b'"offsets":': 6, b'"slices":': 3, b'"data_offsets":': 3}
 

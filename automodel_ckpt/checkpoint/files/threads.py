@@ -1,4 +1,4 @@
-"""Threads that a rank may use beside its own, and the cores for them. Imports nothing of the package."""
+"""Threads that a rank may use in addition to its own, and the cores for them. Imports nothing of the package."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def read_weight_map(
 ) -> TextDict | None:
     """Return {tensor name: file name} from the file *index*, or None when there is no such file.
 
-    None also if ``model.safetensors`` (or ``pytorch_model.bin``) is beside *index*, which does not name it:
+    None also if ``model.safetensors`` (or ``pytorch_model.bin``) is next to *index*, which does not name it:
     transformers reads this file then, and does not remove the index of an earlier, larger model when it saves a smaller
     one.
 

@@ -227,7 +227,7 @@ def _add_tensors(metadata: DcpMetadata, plan: TreePlan, table: SliceTable) -> No
     # The first row of each segment begins where the segment does.
     first_rows = np.cumsum(segments["rows"]) - segments["rows"]
     starts += (segments["start"].astype(np.int64) - starts[first_rows])[segment_of]
-    # torch's reader looks for the files beside .metadata.
+    # torch's reader looks for the files next to .metadata.
     names = [metadata.file_number(os.path.basename(file)) for file in table.files]
     place_of = np.empty(len(order), np.int64)
     place_of[order] = np.arange(len(order))

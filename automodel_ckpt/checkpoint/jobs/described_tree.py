@@ -50,7 +50,7 @@ class DescribedTree:
         Raises TypeError for an object that is not plain, and ValueError for two values of one name.
         """
         file = layout.distcp_file(self.directory, 0)
-        # Only the name: torch's reader looks for the file beside .metadata.
+        # Only the name: torch's reader looks for the file next to .metadata.
         name = PurePosixPath(file).name
         chunks = []
         metadata = DcpMetadata()

@@ -107,7 +107,7 @@ def _is_own(directory: Path) -> bool:
 
 
 def claim_directory(directory: Path, run: Path, identity: str) -> None:
-    """Record that *directory* belongs to *run*. Others beside it that no run refers to are removed. Raises OSError."""
+    """Record that *directory* belongs to *run*. Others next to it that no run refers to are removed. Raises OSError."""
     write_note(directory / _OWNER, {"run": str(run), "id": identity})
     # After the record is current: the run may have been moved.
     remove_orphans(directory.parent)

@@ -2,7 +2,7 @@
 
 A checkpoint is complete or absent: files in a staged directory, the manifest last, one rename. The steps, in order:
 
-1. :func:`reserve` a staging directory beside the final one, on the same file system, under a unique name.
+1. :func:`reserve` a staging directory next to the final one, on the same file system, under a unique name.
 2. Every rank writes its files through :class:`~automodel_ckpt.checkpoint.files.durable_file.DurableFile`: created
    exclusively, digested while written, flushed and fsynced, the close checked. A failed fsync is never retried:
    the kernel may have dropped the data.

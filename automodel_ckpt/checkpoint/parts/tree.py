@@ -1,6 +1,6 @@
 """The trees of a checkpoint, their JSON in the manifest, and their slices in each file. Imports no torch.
 
-A small tree lists its slices in the manifest. A large one has formulas there, and a table in a file beside its tensors
+A small tree lists its slices in the manifest. A large one has formulas there, and a table in a file next to its tensors
 (``slice_table.py``). Both have the same tensors for a reader.
 
 The digest of a file in which several ranks wrote slices is computed from theirs. It is the XXH3-128 of a text: a line

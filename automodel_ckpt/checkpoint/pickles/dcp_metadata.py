@@ -35,7 +35,7 @@ _MAX_INT32 = 2**31 - 1
 
 
 class DcpLocation(NamedTuple):
-    """Where an item is: a file beside ``.metadata``, and its first byte and length in it."""
+    """Where an item is: a file next to ``.metadata``, and its first byte and length in it."""
 
     file: str
     start: int
@@ -70,7 +70,7 @@ class DcpMetadata:
         self._values: list[tuple[int, DcpLocation]] = []
 
     def file_number(self, name: str) -> int:
-        """Return the number of a file beside ``.metadata`` in :class:`Columns`."""
+        """Return the number of a file next to ``.metadata`` in :class:`Columns`."""
         return self._memo.text(name)
 
     def add_tensor(self, path: KeyPath, dtype: str, shape: Shape, location: DcpLocation) -> None:

@@ -106,7 +106,7 @@ class ZipRecords:
 
 
 class TensorArchive(NamedTuple):
-    """The bytes of an archive before those of its tensor, and after them."""
+    """The bytes of an archive before its tensor's bytes, and after them."""
 
     head: bytes
     tail: bytes

@@ -146,7 +146,7 @@ class AdapterAssets:
 
     @functools.cached_property
     def files(self) -> Files:
-        """The side files by name: those beside adapter_model.safetensors, and the expected tensors of an export.
+        """The side files by name: the files next to adapter_model.safetensors, and the expected tensors of an export.
 
         Computed only on rank 0.
         """
@@ -275,7 +275,7 @@ def _not_exportable(why: str, value: str, hint: str) -> RecipeError:
 
 
 def _directory_of(base: str, revision: str | None) -> Path | None:
-    """Return the directory of a base: a path, or a name on the Hub that was downloaded. None if there is none."""
+    """Return the directory of a base: a path, or a downloaded name on the Hub. Returns None when there is none."""
     if not base or Path(base).is_dir():
         return Path(base) if base else None
     from huggingface_hub import snapshot_download

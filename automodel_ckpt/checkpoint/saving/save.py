@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.memory.nodes import Nodes
 
 Assets = HFAssets | AdapterAssets
-"""What an export needs beside the weights."""
+"""What an export needs in addition to the weights."""
 
 
 class SaveSettings:
@@ -69,7 +69,7 @@ class SaveSettings:
         self.is_rank0 = ranks.rank == 0
         self.options = options
         self.notes: TextDict = {}
-        """What manifests contain in ``environment`` beside packages and hardware, by name."""
+        """What manifests contain in ``environment`` in addition to packages and hardware, by name."""
         self.resumed_from: str | None = None
         """The name of the checkpoint that was loaded last; None in a new run."""
         self.model_layout: ModelLayout = options.model_layout or "shards"
@@ -328,7 +328,7 @@ def forecast_bytes(
 ) -> int:
     """Expected bytes of one checkpoint of *items* on *world_size* ranks.
 
-    *side_bytes* is the size of the files beside the weights (config, tokenizer).
+    *side_bytes* is the size of the files other than the weights (config, tokenizer).
 
     Computed from shapes and dtypes. The state of an optimizer without state is found by a trial step on parameters
     with few elements.

@@ -1,4 +1,4 @@
-"""The files beside the weights of a Hugging Face model: config, tokenizer, code, license, pooling. Imports no torch.
+"""The files next to the weights of a Hugging Face model: config, tokenizer, code, license, pooling. Imports no torch.
 
 A tokenizer keeps the bytes of the files that it was read from, where it is unchanged. config.json also gets the keys
 that programs before transformers 5 read. transformers 5 writes the settings of rotary positions as one mapping,
@@ -87,7 +87,7 @@ _FOLDERS = ("additional_chat_templates/*", "[0-9]_*/config.json")
 
 
 def base_files(directory: Path) -> FileDict:
-    """The files of a pretrained model that belong beside its weights: config, tokenizer or processor, code, license."""
+    """A pretrained model's files that belong next to its weights: config, tokenizer or processor, code, license."""
     return read_files(directory, SIDE_FILES)
 
 

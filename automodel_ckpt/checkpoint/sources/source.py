@@ -43,7 +43,7 @@ class Source:
     """The description of a stored model: slices in files relative to *root*, and the notes that its directory gives.
 
     *tied* maps tied names to stored names. *notes* are further :attr:`warnings`. *omitted* names, in words, what the
-    files contain beside the model, such as optimizer state.
+    files contain next to the model, such as optimizer state.
 
     *manifest* is the manifest of a checkpoint of this program, restricted to the files that an export reads. A
     *finished* source consists of Hugging Face files: its tensors are whole and have the names of these files. *files*
@@ -84,7 +84,7 @@ class Source:
     def metadata_directory(self) -> Path | None:
         """The directory of config.json and the tokenizer's files: ``.hf_metadata``, if the source has one.
 
-        A finished source has them beside the weights.
+        A finished source has them next to the weights.
         """
         if self.averaged is not None:
             return self.averaged.metadata_directory

@@ -231,7 +231,7 @@ def _summary_row(path: Path, summary: Summary, pointers: Strings, note: Verifica
         reason = "weights only"
     elif path.is_symlink():
         reason = f"moved to {os.readlink(path)}"
-    # A published checkpoint never changes: later validations are stored beside it.
+    # A published checkpoint never changes: later validations are stored next to it.
     losses = {**summary.losses, **recall_losses(path, summary.digest)}
     return Row(
         path.name,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from automodel_ckpt.base.user_code import reporting_user_failures
 from automodel_ckpt.checkpoint.files.type_aliases import Texts
@@ -55,6 +55,7 @@ class Recipe(Protocol):
     def close(self) -> None: ...
 
 
+T = TypeVar("T")
 RecipeClass = Callable[..., Recipe]
 Prepare = Callable[[], tuple[LoadedRecipe, RecipeClass]]
 """Imports what the ranks need, and returns the checked recipe and its class."""
@@ -76,7 +77,7 @@ def configure_torch(environment: MutableMapping[str, str]) -> None:
         logger.addHandler(logging.NullHandler())
 
 
-def import_recipe(prepare: Prepare) -> tuple[LoadedRecipe, RecipeClass]:
+def import_recipe(prepare: Callable[[], T]) -> T:
     """Call *prepare* without garbage collection, which would traverse the objects of the modules again and again.
 
     These objects live as long as the process. Freezing them also keeps a collection in a rank from copying the memory

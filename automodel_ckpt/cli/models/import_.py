@@ -173,5 +173,5 @@ def start_from(planned: NewCheckpoint) -> str:
 
 
 def side_files_text(planned: NewCheckpoint) -> str:
-    """The names of the files beside the weights."""
+    """The names of the files next to the weights."""
     return some_of(list(planned.side_files), _MAX_NAMES) or "none: no config.json"

@@ -288,7 +288,7 @@ def _takes_images(config: Any) -> bool:
 
 
 def _preprocessor_of(model: Any, found: _Files) -> Any:
-    """The tokenizer or processor beside the adapter, if there is one, or else beside the model."""
+    """The tokenizer or processor next to the adapter, if there is one, or else next to the model."""
     auto: Any = transformers.AutoTokenizer
     if _takes_images(model.config):
         auto = transformers.AutoProcessor

@@ -225,7 +225,7 @@ def divergence(section: Section) -> None:
 
 
 def distillation(section: Section) -> None:
-    """Translate the keys beside the sections."""
+    """Translate the keys that are not in a section."""
     if section.work.recipe in STUDENTS:
         section.apply("""
             kd_ratio -> /distill.kd_ratio

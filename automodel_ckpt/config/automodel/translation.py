@@ -257,7 +257,7 @@ def converted_text(
 ) -> str:
     """Return the converted recipe as YAML: the keys of *translated*, with the values of the validated tree *bound*.
 
-    A comment beside each renamed key has the *program*'s name, which is at the same line of the *source*. Comments at
+    A comment next to each renamed key has the *program*'s name, which is at the same line of the *source*. Comments at
     the top list the keys that were dropped or degraded. The text loads to the same configuration as the recipe at
     *path*.
     """

@@ -95,7 +95,7 @@ class _Maker:
             if default != MISSING and isinstance(default, bool | int | float | str):
                 described["default"] = default
             if "$ref" in schema:
-                # Draft 7 ignores the keywords beside $ref.
+                # Draft 7 ignores the keywords next to $ref.
                 schema = {"allOf": [schema]}
             schemas[field.name] = described | schema
         return schemas

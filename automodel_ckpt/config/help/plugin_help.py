@@ -122,7 +122,7 @@ def _type(argument: ast.arg | ast.AnnAssign) -> Any:
 
 
 DATA = (
-    "A data section names a builder in _target_, with the builder's arguments beside it.",
+    "A data section names a builder in _target_, with the builder's arguments next to it.",
     "A recipe trains on the samples of certain builders. Each builder states its recipes.",
     "Only tokens with labels are trained on. The end token of an answer or a document is added, and has a label.",
     "Relative paths start from the working directory, and images in a data file from the directory of that file.",

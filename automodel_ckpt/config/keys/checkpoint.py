@@ -44,7 +44,7 @@ class RemoteConfig:
     keep_best: int = setting(0, AT_LEAST_0)
     """In addition to keep_last, keep the N best checkpoints in the store."""
     keep_every_steps: int | None = setting(None, AT_LEAST_1)
-    """In addition to keep_last, keep checkpoints in the store whose step is a multiple of N."""
+    """In addition to keep_last, keep checkpoints in the store with a step that is a multiple of N."""
     keep_steps: list[int] = field(default_factory=list)
     """In addition to keep_last, keep the checkpoints of these steps in the store."""
     max_mb_per_second: float | None = setting(None, POSITIVE)
@@ -72,7 +72,7 @@ class MemoryConfig:
     directory: str = setting("/dev/shm", NOT_EMPTY)  # noqa: S108 - the directory made in it is private
     """Directory on a tmpfs (a file system in memory), with space for two copies of the state of all ranks of a node."""
     replicas: int = setting(1, UP_TO_2)
-    """On several nodes: the number of other nodes whose memory gets a copy of each node's part of the state.
+    """On several nodes: the number of other nodes that get a copy of each node's part of the state in their memory.
     This many nodes can be lost. Each copy takes as much memory and network traffic as a node's own part."""
     max_mb_per_second: float | None = setting(None, POSITIVE)
     """Maximum rate at which a node sends copies to others, in 10^6 bytes per second; null: no limit."""
@@ -124,7 +124,7 @@ class CheckpointConfig:
     keep_best: int = setting(0, AT_LEAST_0)
     """In addition to keep_last, keep the N best checkpoints by best_metric_key."""
     keep_every_steps: int | None = setting(None, AT_LEAST_1)
-    """In addition to keep_last, keep checkpoints whose step is a multiple of N."""
+    """In addition to keep_last, keep checkpoints with a step that is a multiple of N."""
     keep_steps: list[int] = field(default_factory=list)
     """In addition to keep_last, keep the checkpoints of these steps."""
     on_save_failure: Literal["stop", "continue"] = "stop"
@@ -133,7 +133,7 @@ class CheckpointConfig:
     verify: Literal["none", "size", "digest"] = "digest"
     """What to verify of each file before resuming."""
     allow_missing_state: list[str] = field(default_factory=list)
-    """Attributes that may be missing in the checkpoint or the recipe, and optimizers whose saved state may differ."""
+    """Attributes that may be missing in the checkpoint or the recipe, and optimizers with state that may differ."""
     allow_changed_model: bool = False
     """Resume even if the model's config changed in a way that affects its outputs, such as rope_theta."""
     on_incompatible: Literal["error", "sibling"] = "error"
@@ -223,8 +223,8 @@ REVISION = Rule(
 
 @dataclass
 class HubConfig:
-    """Upload the model to the Hugging Face Hub, with a model card, while training continues. The token is that of
-    `hf auth login` or of HF_TOKEN."""
+    """Upload the model to the Hugging Face Hub, with a model card, while training continues. The token comes from
+    `hf auth login` or HF_TOKEN."""
 
     repo: str = setting(MISSING, REPOSITORY)
     """Repository ORG/NAME. It is created if it does not exist."""

@@ -33,7 +33,7 @@ class ClassificationConfig:
 
     labels: list[str] = field(default_factory=list, metadata={"rules": (LABEL_NAMES,)})
     """Names of the labels, in the order of the model's outputs; empty: LABEL_0, LABEL_1, ... for num_labels, otherwise
-    those of the pretrained classifier."""
+    the pretrained classifier's."""
     num_labels: int | None = field(default=None, metadata={"rules": (AT_LEAST_1,)})
     """Number of labels without names, or of the numbers that a regression predicts (null: 1)."""
     problem: Literal["single_label", "multi_label", "regression"] = "single_label"
@@ -62,7 +62,7 @@ class ClassificationConfig:
 
 @dataclass
 class TeacherConfig:
-    """The model whose predictions the student learns. It is not trained and not saved."""
+    """The student learns the predictions of this model. It is not trained and not saved."""
 
     from_pretrained: str = setting(MISSING, NOT_EMPTY)
     """Directory or Hub name of a pretrained Hugging Face model with the tokenizer of the student, and for vlm_distill
@@ -86,7 +86,7 @@ class DistillConfig:
     """
 
     teacher: TeacherConfig | Target = field(default_factory=TeacherConfig)
-    """The model whose predictions are learned: a directory or Hub name, or a plug-in with _target_."""
+    """The model with the predictions to learn: a directory or Hub name, or a plug-in with _target_."""
     divergence: Literal["forward_kl", "reverse_kl", "mixed"] = "forward_kl"
     """What the student minimizes: forward_kl is KL(teacher || student), reverse_kl is KL(student || teacher), mixed is
     a weighted mean of both."""
@@ -227,7 +227,7 @@ class ORPOConfig:
     """Fine-tuning on preferred answers, with a penalty for rejected ones (ORPO, arXiv:2403.07691)."""
 
     beta: float = setting(0.1, POSITIVE)
-    """Weight of the odds ratio of both answers, beside the loss of the preferred one."""
+    """Weight of the odds ratio of both answers, in addition to the loss of the preferred one."""
     learn_prompt: bool = True
     """Include the prompt of the preferred answer in its loss, as the authors of ORPO and TRL do."""
 
@@ -242,7 +242,7 @@ class PretrainConfig:
     """Let attention and labels cross from a document to the next one in its row; false: each sees only itself."""
     z_loss: float | None = setting(None, POSITIVE)
     """Coefficient of the z-loss, the square of logsumexp(logits) of each label; usual: 1e-4; null: none. It is a metric
-    beside the loss in training.jsonl."""
+    next to the loss in training.jsonl."""
     base_width: int | None = setting(None, AT_LEAST_1)
     """Hidden size for which optimizer.lr and the config's initializer_range are meant. Other widths scale the learning
     rates and initial values of hidden matrices and the output layer; null: no scaling."""

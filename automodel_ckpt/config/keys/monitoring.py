@@ -96,7 +96,7 @@ class HangsConfig:
     """Steps that do not end, and ranks that are slower than others. When a step hangs, the stacks of all ranks are
     written to hangs/ in the run directory, and the rank that the others wait for is reported. Saves and validations do
     not count. The first steps of a run may take long, but no rank may wait in them for another one for two thirds of
-    distributed.timeout_minutes; those of a restart are compared with those of earlier starts."""
+    distributed.timeout_minutes; the first steps of a restart are compared with earlier starts."""
 
     min_seconds: float = setting(300.0, POSITIVE)
     """A step hangs if it takes at least this long, in seconds, and factor times the median of the steps before."""
@@ -105,8 +105,8 @@ class HangsConfig:
     restart: bool = True
     """Restart the ranks after a hang, if --max-restarts allows it; false: report it, and wait."""
     straggler_share: float = setting(0.1, POSITIVE)
-    """Report a rank whose forward passes take longer than the median of the other ranks by more than this share of it,
-    or for which they wait in each step for more than this share of the step."""
+    """Report a rank if its forward passes take longer than the median of the other ranks by more than this share of it,
+    or if they wait for it in each step for more than this share of the step."""
     straggler_steps: int = setting(100, AT_LEAST_1)
     """Compare the ranks every N steps. A rank is reported if it is slow twice in a row."""
 
@@ -125,7 +125,7 @@ class ProfileConfig:
     num_steps: int = setting(3, AT_LEAST_1)
     """Number of traced steps."""
     warmup_steps: int = setting(1, AT_LEAST_1)
-    """Steps before start_step that run with the profiler, whose measurements are dropped."""
+    """Steps before start_step that run with the profiler. Their measurements are dropped."""
     ranks: list[int] = field(default_factory=lambda: [0], metadata={"rules": (RANK_NUMBERS,)})
     """Ranks that write a trace each."""
     record_shapes: bool = False
@@ -152,7 +152,7 @@ class HarnessConfig:
     """Tasks of lm-evaluation-harness on the model in training (extra `eval`). Metrics are named eval_TASK_METRIC."""
 
     tasks: list[str] = field(kw_only=True, metadata={"rules": (NOT_EMPTY,)})
-    """Tasks or groups of tasks; `lm_eval ls tasks` lists those of the library, whose data are downloaded."""
+    """Tasks or groups of tasks; `lm_eval ls tasks` lists the library's tasks. Their data are downloaded."""
     every_steps: int | None = setting(None, AT_LEAST_1)
     """Run the tasks after every N steps, and at the end; null: only at the end."""
     limit: int | None = setting(None, AT_LEAST_1)

@@ -145,7 +145,7 @@ class LRSchedulerConfig:
 
 @dataclass
 class EmaConfig:
-    """An exponential moving average of the trained weights, saved and exported beside the model."""
+    """An exponential moving average of the trained weights, saved and exported next to the model."""
 
     decay: float = setting(0.999, BELOW_1)
     """Share of the old average that an update keeps; the present weights have the rest."""

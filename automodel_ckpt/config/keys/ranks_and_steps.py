@@ -166,7 +166,7 @@ DURATION = Rule(
 
 
 def parse_duration(text: str) -> float | None:
-    """Convert ``90``, ``1.5``, ``MM:SS`` or ``HH:MM:SS`` to seconds; None if the text is not a positive duration."""
+    """Convert ``90``, ``1.5``, ``MM:SS`` or ``HH:MM:SS`` to seconds. Returns None for other text and for 0."""
     # ASCII: \d and float() accept the digits of every alphabet, other readers do not.
     if not re.fullmatch(r"(\d+:)?\d+:[0-5]\d|\d+(\.\d*)?([eE][+-]?\d+)?", text, re.ASCII):
         return None
@@ -190,8 +190,8 @@ class EarlyStoppingConfig:
 
 @dataclass
 class OnSpikeConfig:
-    """What follows a step whose loss or gradient norm is far above those before, or not finite: the run goes back to a
-    checkpoint and leaves out the batches that led to it."""
+    """What follows a step with a loss or gradient norm that is far above earlier ones, or not finite: the run goes back
+    to a checkpoint and leaves out the batches that led to it."""
 
     rollback: int = setting(1, AT_LEAST_1)
     """Go back to the state of N steps before the spike: load the newest checkpoint before, and repeat the steps up to

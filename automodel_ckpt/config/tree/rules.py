@@ -100,7 +100,7 @@ def setting(default: T, *rules: Rule) -> T:
 
 @dataclass
 class Target:
-    """A plug-in: the dotted name of a callable, with keyword arguments beside it in the same section."""
+    """A plug-in: the dotted name of a callable, with keyword arguments in the same section."""
 
     _target_: str = MISSING
     """Dotted name of a class or function that is allowed in this section, or trusted with --trust."""

@@ -1,1 +1,1 @@
-"""Images and sound beside text."""
+"""Images and sound in addition to text."""

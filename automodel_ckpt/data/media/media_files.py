@@ -51,7 +51,7 @@ def audio_processor_of(processor: Any) -> Any:
 
 
 def takes_audio_with_text(processor: Any) -> bool:
-    """Whether a processor that converts audio takes it beside texts in one call.
+    """Whether a processor that converts audio takes it with texts in one call.
 
     Voxtral's does it only within its chat template, and Voxtral Realtime's only for a fixed request.
     """
@@ -203,7 +203,7 @@ def open_image(value: Any, folder: Path) -> Any:
 
 
 def _check_bits(image: Any) -> None:
-    """Raise :class:`UnusableSample` for a grayscale image of 16 or 32 bits, whose values Pillow would clip to 8."""
+    """Raise :class:`UnusableSample` for a grayscale image of 16 or 32 bits. Pillow would clip its values to 8."""
     if image.mode.startswith(("I", "F")):
         raise UnusableSample(
             "an image has more than 8 bits per channel",

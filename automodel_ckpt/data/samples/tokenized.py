@@ -129,7 +129,7 @@ REPEATED_PROMPT = (
 class TokenizedSample(NamedTuple):
     """The tokens of a sample, whether each token has a label, and whether an answer in the sample has no text.
 
-    *number* is a number or a list that the row has beside its text, such as a margin; NaN: it has none. *is_cut*: the
+    *number* is a number or a list that the row has with its text, such as a margin; NaN: it has none. *is_cut*: the
     builder has already truncated a part of it. *notes* are what a user should know about it, in words.
     """
 

@@ -27,7 +27,7 @@ class _Pair:
     on_device: Tensor
     on_host: Tensor
     samples: _Pair | None = None
-    """The numbers of the samples that were found in these position ids. Not beside them: another thread may note
+    """The numbers of the samples that were found in these position ids. Not next to them: another thread may note
     others meanwhile."""
 
     def __post_init__(self) -> None:

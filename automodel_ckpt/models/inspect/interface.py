@@ -287,7 +287,7 @@ def thinker_of(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def other_parts_in_files(config: PreTrainedConfig) -> list[str]:
-    """Globs for the names of tensors beside the thinker in files of Qwen-Omni; empty for other models.
+    """Globs for the names of tensors outside the thinker in files of Qwen-Omni; empty for other models.
 
     transformers ignores them, but not in all versions.
     """

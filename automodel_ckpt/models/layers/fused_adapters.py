@@ -1,7 +1,7 @@
 """Linear layers with a LoRA adapter that add the base's product where the adapter's product is, on a GPU.
 
 peft computes ``base(x) + B(A(x)) * scaling``. Scaling and addition read and write tensors of the size of the output,
-which is much larger than A(x): for the layers of an 8B model, a quarter of the memory traffic beside matrix products.
+which is much larger than A(x): for the layers of an 8B model, a quarter of the memory traffic without matrix products.
 Here, the base's matrix product adds its result to B(A(x)) * scaling in place, and the backward pass adds the gradients
 of the input in the same way. In the other order, reading and writing the output would take as long, but the adapter's
 small product could not hide it.
@@ -109,7 +109,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, down, up, narrow = ctx.saved_tensors
         gradient = gradient.reshape(-1, gradient.shape[-1])
-        # [rows, r], and so small beside the others.
+        # [rows, r], and so smaller than the others.
         of_narrow = (gradient @ up).mul_(ctx.scaling)
         of_inputs = of_down = of_up = None
         if ctx.needs_input_grad[0]:

@@ -21,7 +21,7 @@ from automodel_ckpt.models.loss.fused_cross_entropy import VocabularyPart, widen
 _LOWEST = -1e4
 """The lowest log-probability of a teacher, for a probability of 0: minus infinity times 0 would be NaN."""
 _SMALLEST = 1e-30
-"""The smallest probability of all tokens beside the top-k, so that its logarithm is finite."""
+"""The smallest probability of all tokens outside the top-k, so that its logarithm is finite."""
 
 
 TeacherTargets: TypeAlias = "LogitTargets | TopTargets"

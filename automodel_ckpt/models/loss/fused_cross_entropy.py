@@ -129,7 +129,7 @@ IDENTITY = LogitTransform()
 
 
 class Labeled(NamedTuple):
-    """Hidden states at labeled positions, and what their loss depends on beside the layer."""
+    """Hidden states at labeled positions, and what their loss depends on other than the layer."""
 
     hidden: Tensor
     """[N, H]."""

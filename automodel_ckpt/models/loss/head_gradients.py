@@ -27,7 +27,7 @@ tools/bench/loss_kernels.py compares them on a device.
 CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 """The number of logits in a chunk, by type of device: in float32, 128 MiB on a CPU and 1 GiB on a GPU."""
 CHUNK_ELEMENTS_STORED = 2**25
-"""The same number on a GPU where the gradients of all logits are kept in 16 bits: 128 MiB beside them."""
+"""The same number on a GPU where the gradients of all logits are kept in 16 bits: 128 MiB more."""
 _ROWS = 256
 """On a GPU, the number of rows in a chunk is a multiple of it, so that matrix products divide into full tiles."""
 WIDE_PRODUCTS = (torch.bfloat16, torch.float16)
@@ -338,7 +338,7 @@ def _scale(values: Tensor, factor: Tensor, scaled: Tensor) -> None:
 
 
 class HeadBytes(NamedTuple):
-    """Bytes beside the inputs and the gradients that are returned."""
+    """Bytes in addition to the inputs and the returned gradients."""
 
     peak: int
     """A chunk of logits, and the sum of the weight's gradient or the gradients of all logits."""

@@ -72,7 +72,7 @@ def _names_after_the_layers(number: int, config: Any) -> DepthNames:
 
 
 def _names_of_qwen(number: int, config: Any) -> DepthNames:
-    """Names of Qwen3-Next and Qwen3.5: one projection and one norm beside the layers."""
+    """Names of Qwen3-Next and Qwen3.5: one projection and one norm next to the layers."""
     return DepthNames(
         embedding_norm="mtp.pre_fc_norm_embedding",
         hidden_norm="mtp.pre_fc_norm_hidden",

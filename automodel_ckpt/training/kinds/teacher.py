@@ -232,7 +232,7 @@ def _digest_of(directory: Path) -> str:
 def with_numbered_labels(
     micro_batch: Tensors,
 ) -> tuple[dict[str, Tensor], np.ndarray[Any, Any]]:
-    """Replace the labels of *micro_batch* by their numbers 0 to N - 1, sample by sample. Returns them beside it.
+    """Replace the labels of *micro_batch* by their numbers 0 to N - 1, sample by sample. Returns them with it.
 
     Models lay out samples in rows differently: the numbers show which label a position of a row has. The first token of
     a row predicts nothing and gets -100.

@@ -1,4 +1,4 @@
-"""What is measured at a step beside its training loss: validations, benchmarks and completions, and their records."""
+"""What a step measures other than its training loss: validations, benchmarks and completions, and their records."""
 
 from __future__ import annotations
 

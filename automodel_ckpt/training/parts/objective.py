@@ -67,8 +67,8 @@ class Objective:
     terms: ClassVar[str] = LABEL_TOKENS
     """What :meth:`size_of` counts, in the plural: the logs have the count under this name."""
     measures: ClassVar[tuple[str, ...] | None] = None
-    """What validations measure beside the loss: keys of the result of :meth:`summarize`. None: the accuracy and the
-    perplexity of the next token, unless a subclass computes another loss."""
+    """What validations measure in addition to the loss: keys of the result of :meth:`summarize`. None: the accuracy and
+    the perplexity of the next token, unless a subclass computes another loss."""
     sums_cross_entropy: ClassVar[bool] = True
     """Whether training minimizes the sum of cross-entropies. The output layer can keep such gradients in 16 bits."""
     limits: tuple[PreTrainedConfig, StepScheduler] | None = None
@@ -76,8 +76,8 @@ class Objective:
     evaluation: EvaluationSums | None = None
     """Adds up what a validation set measures. None in training."""
     z_loss: ZLoss | None = None
-    """A loss beside the cross-entropy in training passes. It has a gradient, and is a separate metric in the log; the
-    loss that :meth:`row_loss` returns has the gradient of both, and the value of the cross-entropy."""
+    """A loss in addition to the cross-entropy in training passes. It has a gradient, and is its own metric in the log;
+    the loss that :meth:`row_loss` returns has the gradient of both, and the value of the cross-entropy."""
 
     def __init__(
         self,

@@ -22,7 +22,6 @@ NEW_MOUNTS, PRIVATE = 0x20000, (1 << 18) | (1 << 14)
 
 
 def docker_problem() -> str | None:
-    """Why no image can be built here."""
     if shutil.which("docker") is None:
         return "there is no docker command"
     try:

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import textwrap
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,31 +205,6 @@ def test_the_sections_of_recipes_that_pages_only_show_are_valid(tmp_path: Path) 
             shown_file = tmp_path / "shown.yaml"
             shown_file.write_text(f"extends: {recipe}\n{block.body}")
             load_recipe(shown_file)
-
-
-def test_there_are_guides_and_each_runs_something() -> None:
-    running = [
-        p.stem for p in GUIDES if any(b.language == "bash" and not b.options for b in blocks(p))
-    ]
-    assert running == [page.stem for page in GUIDES]
-    assert len(running) >= 5
-
-
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_a_guide_begins_with_what_it_needs(page: Path) -> None:
-    """Extras, processors, network, disk and time, in this order, with each extra to install that the page names."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    text = page.read_text()
-    line = text.splitlines()[2]
-    assert line.startswith("Needs: ")
-    parts = line.removeprefix("Needs: ").split("; ")
-    words = ("extra", "CPU", "network", "disk", "minute")
-    assert len(parts) == len(words)
-    for word, part in zip(words, parts, strict=True):
-        assert word in part
-    named = set(re.findall(r"`([\w-]+)`", parts[0]))
-    installed = set(re.findall(r"automodel_ckpt\[([\w-]+)\]", text))
-    assert installed <= named <= project["optional-dependencies"].keys()
 
 
 @pytest.mark.parametrize(

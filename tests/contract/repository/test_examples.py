@@ -15,15 +15,11 @@ from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.cli.train import main
 from tests.support import ranks
 from tests.support.models.stand_ins import (
-    DATA,
-    IMAGES,
-    MEDPIX,
-    MODELS,
-    VISION_MODELS,
     write_stand_ins,
     write_trainer_checkpoint,
 )
 from tests.support.runs.training import EXPORT, train
+from tools.support import step_lines
 
 DIRECTORY = Path(__file__).parents[3] / "examples"
 SHIPPED = {
@@ -86,14 +82,6 @@ def family_of(name: str) -> str:
     return family
 
 
-def test_there_are_this_many_examples_and_each_is_looked_after() -> None:
-    assert len(SHIPPED) == 34
-    assert len(HUB) == 16
-    assert len(list(Path(next(iter(SHIPPED.values()))).parents[1].rglob("*.sbatch"))) == 1
-    named = " ".join(path.read_text() for path in HUB.values()).split()
-    assert (MODELS.keys() | VISION_MODELS.keys() | DATA.keys() | {IMAGES, MEDPIX}) <= set(named)
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_each_command_line_that_an_example_shows_is_understood(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -132,8 +120,7 @@ def test_a_recipe_for_a_model_of_the_hub_trains_one_of_its_family(
     )
     [recipe_name] = re.findall(r"^recipe: (\w+)$", HUB[name].read_text(), re.MULTILINE)
     ranks.run(partial(train, HUB[name], *overrides), RANKS.get(name, 1), init=False)
-    records = [json.loads(line) for line in Path("run/training.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if "event" not in record]
+    losses = [record["loss"] for record in step_lines(Path("run/training.jsonl"))]
     assert len(losses) == 2
     assert all(0 < loss < 2 * math.log(300) for loss in losses)
     assert json.loads(Path("run/LATEST/losses.json").read_text())["val_loss"] > 0
@@ -160,8 +147,7 @@ def test_the_recipe_that_resumes_a_run_of_the_trainer_continues_after_its_step(
     smaller = ("--step_scheduler.global_batch_size=4", EXPORT)
     ranks.run(partial(train, recipe, *overrides, *smaller), 1, init=False)
     run = Path("checkpoints/qwen3_0_6b_continue_trainer")
-    records = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "event" not in record] == [501, 502]
+    assert [record["step"] for record in step_lines(run / "training.jsonl")] == [501, 502]
     AutoModelForCausalLM.from_pretrained(run / "LATEST/model/consolidated")
 
 
@@ -186,23 +172,10 @@ def run_batch_script(directory: Path, code: int, *words: str) -> tuple[int, list
     return done.returncode, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_the_batch_script_starts_the_ranks_and_goes_back_into_the_queue_after_a_signal(
-    tmp_path: Path,
+@pytest.mark.parametrize("code", [0, 4, 75])
+def test_the_batch_script_ends_with_the_runs_code_and_after_a_signal_goes_back_into_the_queue(
+    tmp_path: Path, code: int
 ) -> None:
-    assert run_batch_script(tmp_path, 75, "my recipe.yaml", "--seed=1") == (
-        75,
-        [
-            "srun --kill-on-bad-exit=0 /my env/bin/ckpt-train my recipe.yaml --seed=1",
-            "scontrol requeue 7",
-        ],
-    )
-
-
-@pytest.mark.parametrize("code", [0, 1, 2, 4])
-def test_the_batch_script_ends_with_the_runs_code_otherwise(tmp_path: Path, code: int) -> None:
-    calls = ["srun --kill-on-bad-exit=0 /my env/bin/ckpt-train recipe.yaml"]
-    assert run_batch_script(tmp_path, code, "recipe.yaml") == (code, calls)
-
-
-def test_the_batch_script_says_how_it_is_used(tmp_path: Path) -> None:
-    assert run_batch_script(tmp_path, 0) == (2, [])
+    calls = ["srun --kill-on-bad-exit=0 /my env/bin/ckpt-train my recipe.yaml --seed=1"]
+    calls += ["scontrol requeue 7"] * (code == 75)
+    assert run_batch_script(tmp_path, code, "my recipe.yaml", "--seed=1") == (code, calls)

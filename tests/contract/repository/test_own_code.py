@@ -38,11 +38,6 @@ class Broken(torch.nn.Embedding):
         return super().forward(input_ids.float())
 
 
-class Narrow(torch.nn.Embedding):
-    def forward(self, input_ids):
-        return super().forward(input_ids)
-
-
 class Silent(torch.nn.Embedding):
     def forward(self, input_ids, attention_mask=None):
         pass
@@ -110,11 +105,6 @@ CASES = {
         "--model={_target_: own.Broken, num_embeddings: 304, embedding_dim: 2}",
         EXIT_INTERNAL,
         r"own.py:\d+ in forward[\s\S]*Expected tensor",
-    ),
-    "a model with another signature": (
-        "--model={_target_: own.Narrow, num_embeddings: 304, embedding_dim: 2}",
-        EXIT_INTERNAL,
-        r"own.py:\d+ in forward[\s\S]*unexpected keyword argument 'attention_mask'",
     ),
     "a recipe at its start": (
         "--recipe=own.py:BuildFails",

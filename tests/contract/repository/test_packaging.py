@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tomllib
 import zipfile
 from dataclasses import dataclass
@@ -32,29 +31,6 @@ def run(*command: str | Path, cwd: Path) -> str:
     )
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def make_venv(directory: Path) -> Path:
-    """A new environment that sees this one's libraries, but not its editable install; returns its bin directory."""
-    run(sys.executable, "-m", "venv", "--without-pip", directory, cwd=directory.parent)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    # A directory named in a .pth file is searched for modules, while the .pth files in it are not read.
-    link = directory / "lib" / version / "site-packages" / "libraries.pth"
-    link.write_text(sysconfig.get_path("purelib") + "\n")
-    return directory / "bin"
-
-
-def pip_install(bin_directory: Path, *arguments: str | Path) -> None:
-    pip = [sys.executable, "-m", "pip", "--python", bin_directory / "python"]
-    run(
-        *pip,
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        *arguments,
-        cwd=bin_directory,
-    )
 
 
 @dataclass(frozen=True)
@@ -103,26 +79,12 @@ def expected_files() -> set[str]:
     return found
 
 
-def test_the_links_to_recipes_and_examples_are_relative() -> None:
-    assert os.readlink(ROOT / "automodel_ckpt" / "recipes") == "../recipes"
-    assert os.readlink(ROOT / "automodel_ckpt" / "examples") == "../examples"
-
-
 def test_the_wheel_holds_every_module_and_example_and_nothing_else(built: Built) -> None:
     names = set(zipfile.ZipFile(built.wheel).namelist())
     packaged = {name for name in names if ".dist-info/" not in name}
     assert "automodel_ckpt/recipes/llm_finetune.py" in packaged
     assert "automodel_ckpt/examples/llm_finetune/tiny_llama_python_docs.yaml" in packaged
     assert packaged == expected_files()
-
-
-def test_the_sdist_holds_files_instead_of_links(built: Built) -> None:
-    with tarfile.open(built.sdist) as archive:
-        members = archive.getmembers()
-    assert [member.name for member in members if not (member.isfile() or member.isdir())] == []
-    assert any(
-        member.name.endswith("/automodel_ckpt/recipes/llm_finetune.py") for member in members
-    )
 
 
 def test_the_wheel_names_version_licence_and_commands(built: Built) -> None:
@@ -178,7 +140,6 @@ echo "$VIRTUAL_ENV"
 
 
 def install_lines() -> list[str]:
-    """The commands of the README's section on installing."""
     section = (
         (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("## Train\n")[0]
     )
@@ -308,22 +269,3 @@ def test_a_guide_lists_each_extra_with_its_packages_and_lowest_versions() -> Non
     for_users = {name: needs for name, needs in extras.items() if name not in for_development}
     assert for_development <= extras.keys()
     assert listed == for_users
-
-
-@pytest.mark.further
-def test_an_editable_install_finds_the_recipes_through_the_link(
-    built: Built, tmp_path: Path
-) -> None:
-    bin_directory = make_venv(tmp_path / "venv")
-    pip_install(bin_directory, "--editable", built.source)
-    _, package, _, recipe = modules_found_by(bin_directory / "python")
-    assert Path(package) == built.source / "automodel_ckpt" / "__init__.py"
-    assert Path(recipe).resolve() == built.source / "recipes" / "llm_finetune.py"
-    assert "usage: ckpt-train" in run(bin_directory / "ckpt-train", "--help", cwd=tmp_path)
-
-
-def test_the_recipe_that_the_entry_point_names_can_be_loaded() -> None:
-    from importlib.metadata import entry_points
-
-    (entry,) = entry_points(group="automodel_ckpt.recipes", name="llm_finetune")
-    assert entry.load().__name__ == "LLMFinetune"

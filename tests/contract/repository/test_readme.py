@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.models.sizes import model_sizes
 from tests.support.servers.command_server import CommandServer
+from tools.support import step_lines
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
@@ -47,19 +48,16 @@ def make_model(directory: Path) -> None:
 
 
 def make_chat_model(directory: Path) -> None:
-    """The same, with a chat template."""
     make_model(directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
 
 
 def write_samples(file: Path) -> None:
-    """Eighty questions with their answers."""
     samples = [{"prompt": f"What is {n} + 1? ", "completion": f"It is {n + 1}."} for n in range(80)]
     file.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
 
 
 def write_chats(file: Path) -> None:
-    """The same as conversations."""
     lines = []
     for n in range(80):
         question = {"role": "user", "content": f"What is {n} + 1?"}
@@ -86,11 +84,8 @@ def test_the_recipe_trains_and_its_merged_export_is_loaded_by_transformers(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    steps = [
-        json.loads(line)
-        for line in (trained / "checkpoints" / "training.jsonl").read_text().splitlines()
-    ]
-    assert [line["step"] for line in steps if "event" not in line] == [*range(1, 11)]
+    steps = step_lines(trained / "checkpoints" / "training.jsonl")
+    assert [line["step"] for line in steps] == [*range(1, 11)]
     export = ["export", "--merge", "checkpoints/LATEST", "-o", "merged"]
     assert commands.run("ckpt", *export, cwd=trained).returncode == 0
     _, info = AutoModelForCausalLM.from_pretrained(trained / "merged", output_loading_info=True)

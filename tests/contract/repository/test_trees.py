@@ -32,8 +32,6 @@ SHORT = (
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how it is saved."""
-
     domain: str
     peft: bool
     model_format: str

@@ -76,10 +76,3 @@ def test_no_minimum_is_above_the_version_of_development() -> None:
         for name in oldest.keys() & newest.keys()
         if release(oldest[name]) > release(newest[name])
     ] == []
-
-
-def test_ci_tests_the_oldest_versions_after_the_others() -> None:
-    steps = [
-        line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")
-    ]
-    assert steps == ["make test", "make check", "make test-oldest-quick"]

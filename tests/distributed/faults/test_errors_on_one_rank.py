@@ -112,13 +112,6 @@ def what_follows_a_save(case: Case) -> None:
     saver.save(STATE, step=3, epoch=0, on_saved=lambda report: 1 // 0)
 
 
-def what_follows_a_save_with_an_export(case: Case) -> None:
-    saver = case.checkpointer()
-    case.patch.setattr(saver._settings, "makes_export", lambda last: True)
-    case.patch.setattr(saver.exports, "export_save", lambda save, report: report)
-    saver.save(STATE, step=1, epoch=0, on_saved=lambda report: 1 // 0)
-
-
 def an_asynchronous_save_that_cannot_be_prepared(case: Case) -> None:
     case.fails_on(1, Planner, "forecast", ValueError("odd state"))
     case.checkpointer(is_async=True).save(STATE, step=1, epoch=0)
@@ -160,19 +153,6 @@ def a_log_that_cannot_be_truncated_after_a_spike(case: Case) -> None:
 def uploads_that_cannot_be_started(case: Case) -> None:
     case.fails_on(0, saves_module, "clear_links", disk_full())
     case.saves().start_hub_uploads(ExitStack())
-
-
-def uploads_that_cannot_go_back(case: Case) -> None:
-    made = case.saves(hub=SimpleNamespace())
-    assert made.checkpointer is not None
-    resumed = SimpleNamespace(step=1, in_memory=False)
-    case.patch.setattr(made.checkpointer, "roll_back", lambda state, step: resumed)
-    if case.rank == 0:
-        pushes: Any = SimpleNamespace(roll_back=None)
-        case.fails_on(0, pushes, "roll_back", disk_full())
-        assert made.hub_uploads is not None
-        made.hub_uploads._pushes = pushes
-    made.roll_back(1)
 
 
 def a_checkpoint_that_cannot_be_verified(case: Case) -> None:
@@ -291,14 +271,12 @@ def optimizer_state_that_differs_under_a_kept_plan(case: Case) -> None:
 
 CASES: dict[Callable[[Case], None], tuple[int | None, str]] = {
     what_follows_a_save: (0, "reporting epoch_0_step_3 (the checkpoint itself is safe) failed"),
-    what_follows_a_save_with_an_export: (0, "reporting epoch_0_step_1 (the checkpoint itself"),
     an_asynchronous_save_that_cannot_be_prepared: (1, "preparing asynchronous saves failed"),
     a_failed_asynchronous_save_that_cannot_be_stopped: (0, "saving epoch_0_step_2 failed"),
     the_best_checkpoint: (0, "looking for the best checkpoint failed"),
     a_log_that_cannot_be_truncated_at_the_start: (0, "a log of the run cannot be truncated"),
     a_log_that_cannot_be_truncated_after_a_spike: (0, "a log of the run cannot be truncated"),
     uploads_that_cannot_be_started: (0, "removing the links of earlier uploads failed"),
-    uploads_that_cannot_go_back: (0, "starting the uploads to the Hugging Face Hub failed"),
     a_checkpoint_that_cannot_be_verified: (1, "verifying epoch_0_step_1 failed"),
     a_download: (0, "downloading a checkpoint failed"),
     checksums_of_replicas: (1, "comparing replicas after step 3 failed"),
@@ -337,7 +315,6 @@ CASES: dict[Callable[[Case], None], tuple[int | None, str]] = {
 
 
 def outcomes_of_all(root: Path) -> dict[str, str]:
-    """What each case raised on this rank, in one line."""
     found: dict[str, str] = {}
     for function in CASES:
         with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,5 @@
 """Real trainings with a rank that sleeps in a step, and later is suspended: it is named, and all nodes restart."""
 
-import os
 import re
 import socket
 import subprocess
@@ -9,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +16,8 @@ from tests.support.checkpoints import goodput_of
 from tests.support.runs.training import RECIPE
 from tests.support.servers.command_server import CommandServer
 from tests.support.servers.networks import NoNamespacesError, nodes_at
+from tools.support import ROOT, environment
 
-ROOT = Path(__file__).parents[3]
 CODE = """
 import os, signal, time
 from pathlib import Path
@@ -99,10 +99,6 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-
-
 @pytest.mark.further
 def test_the_rank_that_does_not_arrive_is_named_and_all_nodes_restart(
     directory: Path, commands: CommandServer, nodes: Nodes
@@ -118,18 +114,10 @@ def test_the_rank_that_does_not_arrive_is_named_and_all_nodes_restart(
     ranks = ["--nproc-per-node=1", "--step_scheduler.global_batch_size=4"]
     # The step after the last hang, and another one.
     ranks += ["--step_scheduler.max_steps=22"]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    options["env"] = environment(PYTHONPATH=str(ROOT), NODE_DISK=str(disk))
     commands_of_nodes = [
-        commands.popen(
-            *words,
-            *WORDS,
-            *flags,
-            *ranks,
-            *stored,
-            cwd=directory,
-            env=environment() | {"NODE_DISK": str(disk)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        commands.popen(*words, *WORDS, *flags, *ranks, *stored, cwd=directory, **options)
         for words in nodes.starts
     ]
     try:
@@ -193,9 +181,8 @@ def test_the_ranks_of_one_node_restart(
         "torchrun ckpt-train": [*torchrun, "-m", "automodel_ckpt.cli.train", *flags],
         "torchrun train()": [*torchrun, "script.py"],
     }
-    done = commands.run(
-        *words[program], cwd=directory, env={**environment(), **commands.on_path()}, timeout=120
-    )
+    variables = environment(PYTHONPATH=str(ROOT), **commands.on_path())
+    done = commands.run(*words[program], cwd=directory, env=variables, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(re.findall(r"error: step (\d+) hangs: it takes .*\n(.*)\n", done.stderr))
     assert list(found) == hangs
@@ -208,5 +195,7 @@ def test_the_ranks_of_one_node_restart(
         assert re.fullmatch(r"  rank 1 is suspended \(process \d+\)", found[SUSPENDED])
     starts = goodput_of(directory / "run")["starts"]
     assert [start["outcome"] for start in starts] == [*["killed"] * len(hangs), "done"]
+    # torchrun kills a rank that ends for no signal after half a minute.
+    most = 25 if program == "ckpt-train" else 50
     for start, following in pairwise(starts):
-        assert following["began"] - start["began"] - sum(start["seconds"].values()) < 25
+        assert following["began"] - start["began"] - sum(start["seconds"].values()) < most

@@ -1,7 +1,5 @@
 """Real ranks through the real launcher: how they start, how they fail, and what the user reads last."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -10,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -22,11 +20,11 @@ FAKE = "tests.support.runs.fake_train"
 DISK_FULL = "cannot write\n  where:  shard\n  value:  ENOSPC\n  hint:   make room"
 
 
+STOPPED = "stopped by SIGUSR1\n  hint:   run it again\n"
 Popen = Callable[..., subprocess.Popen[str]]
 
 
 def fresh(name: str, *words: str, **options: Any) -> subprocess.Popen[str]:
-    """With a new interpreter, which first has to import."""
     return subprocess.Popen([sys.executable, *words], text=True, **options)
 
 
@@ -35,30 +33,21 @@ WAIT_SECONDS = 240
 
 
 class Command:
-    """A started command, and what it left."""
-
     def __init__(
         self, popen: Popen, notes: Path, words: list[str], variables: dict[str, str]
     ) -> None:
         self.notes = notes
-        environment = {
-            name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
-        } | variables
-        self.process = popen(
-            "python",
-            *words,
-            "--notes",
-            str(notes),
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        environment = {**os.environ, **variables}
+        if "OMP_NUM_THREADS" not in variables:
+            environment.pop("OMP_NUM_THREADS", None)
+        words = ["python", *words, "--notes", str(notes)]
+        options: dict[str, Any] = {"env": environment, "start_new_session": True}
+        pipe = subprocess.PIPE
+        self.process = popen(*words, cwd=ROOT, stdout=pipe, stderr=pipe, **options)
         self.code: int | None = None
         self.out = self.err = ""
 
-    def wait(self) -> Command:
+    def wait(self) -> Self:
         out, self.err = self.process.communicate(timeout=WAIT_SECONDS)
         self.out = without_gloo_greetings(out)
         self.code = self.process.returncode
@@ -72,7 +61,7 @@ class Command:
         """Process ids of the ranks of the newest attempt."""
         return [int(self.note(f"started_{rank}")[-1].split()[0]) for rank in (0, 1)]
 
-    def wait_for(self, *notes: str, seconds: float = 90) -> Command:
+    def wait_for(self, *notes: str, seconds: float = 90) -> Self:
         wait_until(lambda: all((self.notes / name).exists() for name in notes), seconds)
         return self
 
@@ -122,25 +111,14 @@ class Start:
         return self._begin(fresh, ["-m", FAKE, case, "--nproc-per-node", "2"], {})
 
     def torchrun(self, case: str) -> Command:
-        words = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            "-m",
-            FAKE,
-            case,
-        ]
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+        words += [FAKE, case]
         return self._begin(self.popen, words, {"OMP_NUM_THREADS": "1", **self.server.on_path()})
 
     def srun(self, case: str, *flags: str, come: Sequence[int] = (0, 1)) -> list[Command]:
         """What srun would start for two tasks on one node, those of which that *come*."""
-        step = {
-            "SLURM_JOB_ID": str(free_port()),
-            "SLURM_STEP_ID": "0",
-            "SLURM_NTASKS": "2",
-            "SLURM_NNODES": "1",
-        }
+        step = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0"}
+        step |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
         tasks = [{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in come]
         return [self(case, *flags, ranks=0, **step, **task) for task in tasks]
 
@@ -286,10 +264,8 @@ def test_a_terminal_that_is_gone_or_a_full_disk_behind_the_output_fails_nothing(
 ) -> None:
     words = ["-m", FAKE, "wrong_everywhere", "--notes", str(start.notes)]
     with open("/dev/full", "w") as full:
-        assert (
-            start.popen("python", *words, cwd=ROOT, stdout=full, stderr=full).wait(WAIT_SECONDS)
-            == 2
-        )
+        process = start.popen("python", *words, cwd=ROOT, stdout=full, stderr=full)
+        assert process.wait(WAIT_SECONDS) == 2
 
 
 def test_a_signal_to_one_rank_stops_all(start: Start) -> None:
@@ -304,10 +280,8 @@ def test_a_second_signal_stops_at_once_even_in_a_collective(start: Start) -> Non
     stop_immediately(command, command.process.pid, signal.SIGTERM)
     done = command.wait()
     assert done.code == 128 + signal.SIGTERM
-    assert (
-        done.err
-        == "stopped immediately by a second SIGTERM; the last complete checkpoint is unchanged\n"
-    )
+    end = "the last complete checkpoint is unchanged"
+    assert done.err == f"stopped immediately by a second SIGTERM; {end}\n"
     assert not any(is_alive(pid) for pid in command.pids())
 
 
@@ -315,7 +289,7 @@ def test_a_single_process_takes_signals_itself(start: Start) -> None:
     command = start("train_until_stopped", ranks=1).wait_for("training_0")
     command.process.send_signal(signal.SIGUSR1)
     done = command.wait()
-    assert (done.code, done.err) == (75, "stopped by SIGUSR1\n  hint:   run it again\n")
+    assert (done.code, done.err) == (75, STOPPED)
 
 
 def test_a_machine_that_is_done_waits_for_no_machine_whose_rank_was_killed(start: Start) -> None:
@@ -408,10 +382,7 @@ def test_under_srun_ranks_that_have_saved_end_without_waiting_and_keep_their_cod
     commands[0].wait_for("closed_0", "closed_1")
     ended = [command.wait() for command in commands]
     assert [command.code for command in ended] == [75, 75]
-    assert [command.err for command in ended] == [
-        "stopped by SIGUSR1\n  hint:   run it again\n",
-        "",
-    ]
+    assert "".join(command.err for command in ended) == STOPPED
 
 
 def test_a_launcher_whose_ranks_have_saved_keeps_their_code(start: Start) -> None:
@@ -421,7 +392,7 @@ def test_a_launcher_whose_ranks_have_saved_keeps_their_code(start: Start) -> Non
     time.sleep(1.1)
     command.process.terminate()
     done = command.wait()
-    assert (done.code, done.err) == (75, "stopped by SIGUSR1\n  hint:   run it again\n")
+    assert (done.code, done.err) == (75, STOPPED)
 
 
 def test_under_srun_a_failure_has_its_own_code_and_is_said_once(start: Start) -> None:

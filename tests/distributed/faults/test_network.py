@@ -20,7 +20,6 @@ FIRST, SECOND = "10.77.41.1", "10.77.41.2"
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[str]]:
-    """The names of two network namespaces that reach each other."""
     try:
         with nodes_at((FIRST, SECOND)) as names:
             yield names
@@ -40,24 +39,13 @@ def test_machines_that_know_themselves_as_localhost_train_together(
     hosts: list[str], commands: CommandServer, tmp_path: Path, meet: list[str]
 ) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    machines = [
-        commands.popen(
-            "python",
-            "-m",
-            FAKE,
-            "ok",
-            "--notes",
-            str(tmp_path),
-            "--network",
-            host,
-            *(flag.format(node=node) for flag in meet),
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for node, host in enumerate(hosts)
-    ]
+    machines = []
+    for node, host in enumerate(hosts):
+        flags = ["--notes", str(tmp_path), "--network", host]
+        flags += [flag.format(node=node) for flag in meet]
+        words = ("python", "-m", FAKE, "ok", *flags)
+        pipe = subprocess.PIPE
+        machines.append(commands.popen(*words, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe))
     ended = [machine.communicate(timeout=90) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], ended
     lines = [line for out, _ in ended for line in without_gloo_greetings(out).splitlines()]

@@ -1,7 +1,5 @@
 """--selftest-resume: what resumes exactly is found to, what does not is named with step, quantity and both values."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -29,13 +27,11 @@ class Forgetful(LLMFinetune):
 
 
 @pytest.fixture
-def run(tmp_path: Path, commands: CommandServer) -> Run:
+def run(tmp_path: Path, commands: CommandServer) -> "Run":
     return Run(tmp_path, commands)
 
 
 class Run:
-    """The selftest of a tiny recipe, as a command."""
-
     def __init__(self, directory: Path, commands: CommandServer) -> None:
         self.directory, self.commands = directory, commands
 

@@ -30,7 +30,7 @@ def wait_for(
 @pytest.mark.slow
 def test_signals_at_random_instants_stop_all_ranks_in_order(commands: CommandServer) -> None:
     # `python -m tools.crash signals` has hundreds of points.
-    done = signals.run(commands, points_wanted=2, seed=1, seconds=150, compares=False)
+    done = signals.run(commands, points=2, seed=1, seconds=150, compares=False)
     assert done.failures == []
     assert done.points == 2
 

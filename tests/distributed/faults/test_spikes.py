@@ -1,6 +1,5 @@
 """A run goes back when its loss spikes, leaves out the batch, and does the same after a kill."""
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support import ranks
 from tests.support.checkpoints import goodput_of
 from tests.support.runs import training
+from tools.support import log_lines, step_lines
 
 STEPS = 9
 SPIKE = 5
@@ -49,14 +49,8 @@ class Killed(training.Recipe):
 
 
 def run(recipe: Path, directory: Path, recipe_class: Any) -> dict[str, str]:
-    """Trains to the end; the digests of the state."""
     where = f"--checkpoint.checkpoint_dir={directory}"
     return training.train(recipe, where, *OPTIONS, recipe_class=recipe_class)
-
-
-def records(directory: Path) -> list[dict[str, Any]]:
-    lines = (directory / "training.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def test_the_run_goes_back_without_the_batches_and_a_killed_one_does_the_same(
@@ -65,12 +59,13 @@ def test_the_run_goes_back_without_the_batches_and_a_killed_one_does_the_same(
     recipe = training.write_recipe(tmp_path)
     ranks.run(run, 1, recipe, tmp_path / "calm", training.Recipe, init=False)
     expected = ranks.run(run, 2, recipe, tmp_path / "run", Poisoned, init=False)
-    steps = [record for record in records(tmp_path / "run") if "loss" in record]
+    log = tmp_path / "run/training.jsonl"
+    steps = step_lines(log)
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
     # Step 3 is repeated from the checkpoint of step 2. Then the batches of steps 4 to 6 are left out.
-    order = [record["samples"] for record in records(tmp_path / "calm") if "loss" in record]
+    order = [line["samples"] for line in step_lines(tmp_path / "calm/training.jsonl")]
     assert [record["samples"] for record in steps][:6] == order[:3] + order[6:9]
-    (event,) = (record for record in records(tmp_path / "run") if record.get("event") == "rollback")
+    (event,) = (line for line in log_lines(log) if line.get("event") == "rollback")
     assert (event["step"], event["spike_step"], event["skipped_batches"]) == (2, SPIKE, 3)
     assert "times the median" in event["reason"]
     # It is still one start.
@@ -82,7 +77,9 @@ def test_the_run_goes_back_without_the_batches_and_a_killed_one_does_the_same(
     ended = ranks.outcomes(run, 2, recipe, tmp_path / "killed", Killed, init=False)
     assert [outcome.exitcode for outcome in ended] == [-signal.SIGKILL] * 2
     assert ranks.run(run, 2, recipe, tmp_path / "killed", Poisoned, init=False) == expected
-    events = [record.get("event") for record in records(tmp_path / "killed")]
+    events = [record.get("event") for record in log_lines(tmp_path / "killed" / "training.jsonl")]
     assert events.count("rollback") == 1
-    again = [record for record in records(tmp_path / "killed") if "loss" in record]
+    again = [
+        record for record in log_lines(tmp_path / "killed" / "training.jsonl") if "loss" in record
+    ]
     assert [record["loss"] for record in again] == [record["loss"] for record in steps]

@@ -9,9 +9,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.base import device_copies
 from automodel_ckpt.logs import timeline
@@ -19,9 +16,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.values import step_numbers
 from automodel_ckpt.training.values.records import Control
-from automodel_ckpt.training.watch.stragglers import ForwardTimer
 from tests.distributed.kinds.test_training import lines, run_each
-from tests.support import ranks
 
 SECONDS = 0.05
 """What a layer takes on the clock of the ranks."""
@@ -105,36 +100,6 @@ def reports(run: Path) -> Iterator[dict[str, Any]]:
     for line in lines(run / "training.jsonl"):
         if line.get("event") == "straggler":
             yield line
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.further)])
-def test_the_time_of_a_forward_pass_has_no_waits_for_other_ranks(strategy: str) -> None:
-    (own, whole), (slow, _) = ranks.run(forward_time, 2, strategy)
-    assert slow >= 3.0
-    assert own < 1.5
-    if strategy == "fsdp2":
-        assert whole > 1.5, "it waits for the parameters of the next layer"
-
-
-def forward_time(strategy: str) -> tuple[float, float]:
-    """Run a forward pass in which rank 1 sleeps in the first layer; the own seconds of this rank, and all."""
-    is_slow = dist.get_rank() == 1
-    layers = [nn.Linear(4, 4) for _ in range(2)]
-    layers[0].register_forward_pre_hook(lambda *_: time.sleep(3.0 if is_slow else 0.0))
-    model: nn.Module = nn.Sequential(*layers)
-    if strategy == "fsdp2":
-        for layer in layers:
-            fully_shard(layer)
-        fully_shard(model)
-    else:
-        model = DistributedDataParallel(model)
-    timer = ForwardTimer(model, torch.device("cpu"))
-    dist.barrier()
-    with timer.measuring({}):
-        model(torch.ones(1, 4))
-    found = timer.take()
-    assert found is not None
-    return found.seconds, found.end.seconds_since(found.start)
 
 
 def test_a_slow_rank_is_reported_with_numbers_and_no_other_is(tmp_path: Path) -> None:

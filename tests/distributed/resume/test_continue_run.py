@@ -21,7 +21,6 @@ SOURCE = TRAINER / "checkpoint-5"
 
 
 def expected_losses() -> dict[int, float]:
-    """The losses of the uninterrupted run of transformers' Trainer, by step."""
     return dict(enumerate(json.loads((TRAINER / "losses.json").read_text()), start=1))
 
 

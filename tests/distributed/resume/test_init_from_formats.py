@@ -60,7 +60,6 @@ SOURCES = {
 
 
 def first_loss(source: Path, config: Path, directory: Path) -> float:
-    """Train one step from the weights in *source*, and return its loss."""
     run = directory / "run"
     text = RECIPE.replace("CONFIG", str(config)).replace("SOURCE", f'"{source}"')
     train(write_recipe(directory, text.replace("RUN", str(run))))

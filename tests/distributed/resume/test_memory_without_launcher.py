@@ -1,7 +1,6 @@
 """Checkpoints in memory after a failure of a run that this package's launcher did not start: torchrun, the library."""
 
 import logging
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 from automodel_ckpt import api
 from tests.support.runs.training import RECIPE
 from tests.support.servers.command_server import CommandServer
+from tools.support import ROOT, environment
 
-ROOT = Path(__file__).parents[3]
 CODE = """
 import os, signal
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
@@ -77,25 +76,11 @@ def torchrun(directory: Path, commands: CommandServer, failure: str, *, max_rest
     """Train two ranks with torchrun until they fail; what they print."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    done = commands.run(
-        "torchrun",
-        "--nproc-per-node=2",
-        f"--max-restarts={max_restarts}",
-        f"--master-port={port}",
-        "-m",
-        "automodel_ckpt.cli.train",
-        "recipe.yaml",
-        "--trust=failing.py",
-        *(f"--{key}={value}" for key, value in overrides(directory).items()),
-        cwd=directory,
-        env={
-            **os.environ,
-            **commands.on_path(),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "FAILURE": failure,
-        },
-    )
+    flags = ["--nproc-per-node=2", f"--max-restarts={max_restarts}", f"--master-port={port}"]
+    words = ["-m", "automodel_ckpt.cli.train", "recipe.yaml", "--trust=failing.py"]
+    words += [f"--{key}={value}" for key, value in overrides(directory).items()]
+    variables = environment(PYTHONPATH=str(ROOT), FAILURE=failure, **commands.on_path())
+    done = commands.run("torchrun", *flags, *words, cwd=directory, env=variables)
     assert done.returncode == 1, done.stdout + done.stderr
     return str(done.stdout + done.stderr)
 

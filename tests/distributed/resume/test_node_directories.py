@@ -202,7 +202,6 @@ def test_what_needs_shared_storage_is_rejected_before_training(tmp_path: Path) -
 
 
 def close_while_saving(base: Path) -> list[str]:
-    """Close with an asynchronous save in progress."""
     run = Run(base, dist.get_rank(), is_async=True)
     run.checkpointer.save(run.state, step=1, epoch=0, before_publishing=lambda: time.sleep(1.5))
     run.checkpointer.close()

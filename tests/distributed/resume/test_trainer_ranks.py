@@ -28,7 +28,6 @@ SHARDED = {
 def trained(
     directory: Path, settings: dict[str, Any]
 ) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-    """Train on this rank; the losses, and the weights."""
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     for state in (AcceleratorState, PartialState):
         state._reset_state()

@@ -1,7 +1,6 @@
 """Asynchronous saves over several ranks: exactness, what one rank's failure does to all, and how runs end."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ from tests.support.runs import training
 from tests.support.runs.marked_trainer import Trainer, members
 from tests.support.servers.command_server import CommandServer
 from tools.crash import signals
+from tools.support import log_lines
 
 ASYNC = ("--checkpoint.is_async", "true")
 
@@ -61,7 +61,7 @@ def run_killed(recipe: Path, directory: Path) -> dict[str, str]:
 
 
 def saves(directory: Path) -> list[int]:
-    records = [json.loads(line) for line in (directory / "training.jsonl").read_text().splitlines()]
+    records = log_lines(directory / "training.jsonl")
     return [record["step"] for record in records if record.get("event") == "save"]
 
 
@@ -71,7 +71,6 @@ def chain(tmp_path: Path, commands: CommandServer) -> signals.Chain:
 
 
 def writers(trainer: Trainer) -> list[int]:
-    """The processes that write the ranks' saves."""
     return [
         pid
         for pid in members(trainer.pid)

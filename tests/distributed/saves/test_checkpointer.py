@@ -23,8 +23,6 @@ from tests.support.models import tiny
 
 
 class PerRank(tiny.Counter):
-    """Declared to differ between ranks."""
-
     def __init__(self, scope: str, value: Any = None) -> None:
         super().__init__(value)
         self.checkpoint_scope = scope
@@ -173,8 +171,6 @@ def test_a_resume_is_exact_where_ranks_have_different_buffers_which_ddp_broadcas
 
 
 class WithExtraState(Model):
-    """A model with a value that is not a tensor."""
-
     extra = 0
 
     def get_extra_state(self) -> int:

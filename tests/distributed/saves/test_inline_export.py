@@ -26,7 +26,6 @@ from tests.support.runs.training import train, write_recipe
 
 
 def in_columns(model: torch.nn.Module) -> None:
-    """Give every rank columns of each matrix."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

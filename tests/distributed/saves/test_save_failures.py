@@ -1,6 +1,5 @@
 """What a run does when a save fails: through the command, on a file system that is really full."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from automodel_ckpt.checkpoint import Manifest
 from tests.support.checkpoints import is_intact, stored_bytes, stored_names
 from tests.support.servers.command_server import CommandServer
+from tools.support import log_lines
 
 RECIPE = Path(__file__).parents[3] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
 
@@ -41,22 +41,10 @@ def train(commands: CommandServer) -> Train:
     """Eight steps in a directory, with a save after every second one."""
 
     def run(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-        words = [
-            "ckpt-train",
-            str(RECIPE),
-            "--checkpoint.checkpoint_dir",
-            str(directory),
-            "--step_scheduler.max_steps",
-            "8",
-            "--step_scheduler.ckpt_every_steps",
-            "2",
-            "--validation_dataset",
-            "null",
-            "--checkpoint.save_consolidated",
-            "false",
-            *overrides,
-        ]
-        return commands.run(*words, env={**os.environ, "NO_COLOR": "1"})
+        keys = ["--step_scheduler.max_steps=8", "--step_scheduler.ckpt_every_steps=2"]
+        keys += ["--validation_dataset=null", "--checkpoint.save_consolidated=false"]
+        words = ("ckpt-train", str(RECIPE), f"--checkpoint.checkpoint_dir={directory}", *keys)
+        return commands.run(*words, *overrides, env={**os.environ, "NO_COLOR": "1"})
 
     return run
 
@@ -83,11 +71,7 @@ def test_with_continue_training_goes_on_and_the_exit_code_tells(
     ended = train(small_disk, "--checkpoint.on_save_failure", "continue")
     assert ended.returncode == 4, ended.stderr
     assert "training continues" in ended.stderr
-    steps = [
-        json.loads(line).get("step")
-        for line in (small_disk / "training.jsonl").read_text().splitlines()
-    ]
-    assert max(steps) == 8
+    assert max(line["step"] for line in log_lines(small_disk / "training.jsonl")) == 8
 
 
 def test_with_continue_a_later_save_that_succeeds_clears_the_code(

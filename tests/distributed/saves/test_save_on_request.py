@@ -64,7 +64,6 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def saved(place: Path) -> set[str]:
-    """The names of the published checkpoints."""
     return {path.parent.name for path in place.glob("checkpoints/epoch_*/MANIFEST.json")}
 
 

@@ -529,7 +529,6 @@ def _texts() -> None:
 
 
 def entries() -> None:
-    """Fill the table."""
     from tests.hostile.harness import attacks_export, attacks_forms, attacks_run, attacks_tables
 
     _pickles()

@@ -140,7 +140,6 @@ def _changes() -> dict[str, Callable[[Metadata], object]]:
 
 
 def entries(add: Add) -> None:
-    """Enter these attacks into the table."""
     takers = EXPORTS | IMPORTS
     readers = takers | _SHOWS
     add("dcp_untouched", "without_manifest", _bare, readers)

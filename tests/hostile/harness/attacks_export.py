@@ -52,7 +52,6 @@ def _replace_side(case: Attacked, file: str, data: bytes | Callable[[], bytes]) 
 
 
 def _write_side(case: Attacked, file: str, data: bytes) -> None:
-    """Write a file that the manifest does not name."""
     (case.checkpoint / _SIDE / file).write_bytes(data)
 
 
@@ -267,7 +266,6 @@ def _foreign_export(case: Attacked, path: str) -> None:
 
 
 def entries(add: Add) -> None:
-    """Enter these attacks into the table."""
     _maps(add)
     _headers(add)
     _bare_files(add)

@@ -170,7 +170,6 @@ def _special_weights(case: Attacked, by: str) -> None:
 
 
 def entries(add: Add) -> None:
-    """Enter these attacks into the table."""
     _adapters(add)
     _hugging_face(add)
     _llamas(add)

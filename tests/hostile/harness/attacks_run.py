@@ -198,7 +198,6 @@ READ_BY = {
 
 
 def _own_files(add: Add) -> None:
-    """The small files that stand beside the checkpoints."""
     from tests.hostile.harness.attacks import SPECIALS
 
     for path, readers in READ_BY.items():
@@ -314,11 +313,7 @@ def _json(value: Any) -> bytes:
 
 
 def entries(add: Add) -> None:
-    """Enter these attacks into the table."""
     _own_files(add)
     _pointers(add)
     _leftovers(add)
     _recipes(add)
-
-
-__all__ = ["entries"]

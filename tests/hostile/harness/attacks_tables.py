@@ -30,7 +30,6 @@ _SHARDINGS: dict[str, Any] = {
 
 
 def entries(add: Add) -> None:
-    """Enter the attacks."""
     from tests.hostile.harness.attacks import put
 
     met = (_READERS, CHECKS, "tables")

@@ -19,7 +19,9 @@ EVERY = os.environ.get("HOSTILE") == "all"
 BOMB_BYTES = 700 * MEGABYTE
 
 
-class _Reduce:
+class Hostile:
+    """Its pickle makes *marker* when it is read."""
+
     def __init__(self, marker: Path) -> None:
         self._marker = str(marker)
 
@@ -28,7 +30,6 @@ class _Reduce:
 
 
 def archive(records: Mapping[str, bytes]) -> bytes:
-    """A torch archive of these records."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         for name, data in {"byteorder": b"little", "version": b"3\n", **records}.items():
@@ -46,15 +47,15 @@ def executing_pickles(marker: Path) -> dict[str, bytes]:
         + b"b."
     )
     return {
-        "reduce": pickle.dumps(_Reduce(marker), protocol=2),
-        "stack_global": pickle.dumps(_Reduce(marker), protocol=4),
+        "reduce": pickle.dumps(Hostile(marker), protocol=2),
+        "stack_global": pickle.dumps(Hostile(marker), protocol=4),
         "global": b"cos\nsystem\n(" + text + b"tR.",
         "inst": b"(S'" + command.replace(b"'", b'"') + b"'\nios\nsystem\n.",
         "build": build,
         "import": b"chostile_module\nrun\n)R.",
         "eval": b"c__builtin__\neval\n(X" + struct.pack("<I", 10) + b"__import__tR.",
         "nested": b"ctorch.storage\n_load_from_bytes\n("
-        + _binary(pickle.dumps(_Reduce(marker), protocol=2))
+        + _binary(pickle.dumps(Hostile(marker), protocol=2))
         + b"tR.",
         "getattr": b"c__builtin__\ngetattr\n(cos\npath\nX\x02\x00\x00\x00ostR.",
     }

@@ -1,9 +1,7 @@
 """Every kind of file that a run directory holds, and a class of the matrix that attacks it."""
 
-import os
 import re
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from tests.hostile.harness import attacks
 from tests.hostile.harness.attacks_forms import COPIED
@@ -93,20 +91,6 @@ def class_for(path: str) -> str | None:
 def fits(path: str, pattern: str) -> bool:
     parts, wanted = path.split("/"), pattern.split("/")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-def stamps(run: Path) -> dict[str, tuple[int, ...]]:
-    """What tells a changed file from an unchanged one."""
-    found = {}
-    for parent, directories, names in os.walk(run):
-        for name in (*directories, *names):
-            status = os.lstat(os.path.join(parent, name))
-            found[os.path.relpath(os.path.join(parent, name), run)] = (
-                status.st_ino,
-                status.st_size,
-                status.st_mtime_ns,
-            )
-    return found
 
 
 def documented(text: str) -> set[str]:

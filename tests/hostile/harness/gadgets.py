@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -282,7 +282,6 @@ def call(
     name: str,
     attempts: list[dict[str, Any]],
     tokenizer: Any = None,
-    trust: Sequence[str] = (),
 ) -> int:
     """Give a recipe's ``extra`` section each of the *attempts*, as a run would; how many were not rejected."""
     num_called = 0
@@ -291,7 +290,7 @@ def call(
         recipe.write_text(yaml.safe_dump({"extra": {"_target_": name, **arguments}}))
         try:
             loaded = load_recipe(recipe, schema=cast(type[RecipeConfig], AnySection))
-            loaded = check_targets(loaded, Trust(trust))
+            loaded = check_targets(loaded, Trust())
         except RecipeError:
             continue
         num_called += 1
@@ -309,7 +308,6 @@ def call(
 
 
 def use(made: Any, parameter: torch.nn.Parameter) -> None:
-    """What a run does with the parts that a recipe names."""
     rows = [{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 1]}] * 2
     if isinstance(made, torch.optim.Optimizer):
         parameter.grad = torch.ones(2, 2)

@@ -17,7 +17,7 @@ from transformers import AutoModelForMultimodalLM
 from automodel_ckpt.models.processor import read_processor, without_videos
 from tests.support.models import vision
 from tests.support.models.sizes import model_sizes
-from tests.support.models.vision import TEMPLATE, TEXT, tokenizer_with
+from tests.support.models.vision import QWEN_VISION, TEMPLATE, TEXT, tokenizer_with
 
 RATE = 16_000
 AUDIO = {
@@ -26,15 +26,6 @@ AUDIO = {
     "encoder_attention_heads": 2,
     "encoder_ffn_dim": 48,
     "d_model": 32,
-}
-VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "out_hidden_size": 32,
 }
 AUDIO_TEMPLATE = TEMPLATE.replace(
     "{% if c['type'] == 'image' %}",
@@ -88,7 +79,7 @@ def omni(family: str, audio: dict[str, Any], tower: dict[str, Any], text: dict[s
         of_tokens[f"{kind}_token_id"] = of_tokens[f"{kind}_token_index"] = ids[f"{kind}_token"]
     config = getattr(transformers, f"{family}ThinkerConfig")(
         audio_config={**AUDIO, "output_dim": 32, "max_source_positions": 100, **audio},
-        vision_config={**VISION, **tower},
+        vision_config={**QWEN_VISION, **tower},
         text_config={**TEXT, "rope_parameters": rope, **text},
         vision_start_token_id=ids["vision_bos_token"],
         vision_end_token_id=ids["vision_eos_token"],
@@ -119,9 +110,7 @@ def gemma4() -> tuple[Any, Any]:
         f"{name}_token_id": processor.tokenizer.convert_tokens_to_ids(token)
         for name, token in tokens.items()
     }
-    start, end = AUDIO_TEMPLATE.index("<|audio_bos|>"), AUDIO_TEMPLATE.index("{% elif")
-    template = AUDIO_TEMPLATE[:start] + tokens["audio"] + AUDIO_TEMPLATE[end:]
-    processor.chat_template = template.replace("<|vision_bos|><|IMAGE|><|vision_eos|>", "<|image|>")
+    processor.chat_template = _template(tokens["audio"], "<|image|>")
     audio = {
         "hidden_size": 32,
         "num_hidden_layers": 2,

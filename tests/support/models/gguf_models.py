@@ -159,7 +159,6 @@ class TinyModel:
         return model.eval()
 
     def path_in(self, parent: Path) -> Path:
-        """The directory with the name of the model."""
         return parent / self.name.replace(",", "").replace(" ", "-").lower()
 
     def save_in(self, parent: Path) -> Path:
@@ -167,7 +166,6 @@ class TinyModel:
         return self.save(self.path_in(parent))
 
     def save(self, directory: Path) -> Path:
-        """Write Hugging Face files."""
         self.build().save_pretrained(directory)
         self.make_tokenizer().save_pretrained(directory)
         return directory
@@ -216,6 +214,5 @@ MODELS: tuple[TinyModel, ...] = (
 
 
 def model_named(name: str) -> TinyModel:
-    """A model of the table."""
     (model,) = [model for model in MODELS if model.name == name]
     return model

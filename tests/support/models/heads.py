@@ -31,8 +31,6 @@ class SecondToken(Objective):
 
 
 class Heads(LLMFinetune):
-    """Trains a head with the labels :data:`LABELS`."""
-
     auto_class: ClassVar[Any] = AutoModelForSequenceClassification
     task_type: ClassVar[str | None] = SEQUENCE_CLASSIFICATION
     shares_rows: ClassVar[bool] = False

@@ -57,7 +57,6 @@ class Reference(nn.Module):
     def __init__(
         self, family: str, weights: Mapping[str, torch.Tensor], *, num_layers: int
     ) -> None:
-        """*weights* are by the names that a run has in memory."""
         super().__init__()
         config = config_of(family)
         config._attn_implementation = "eager"
@@ -139,7 +138,6 @@ class _Depth(nn.Module):
                 self._names[full_name] = value
 
     def parameters_by_name(self) -> dict[str, Any]:
-        """The parameters by the names that a run has in memory."""
         return self._names
 
     def forward(self, following: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -183,8 +183,6 @@ def write_assets(assets: Assets, directory: Path) -> None:
 
 
 class AdapterFiles:
-    """What stands beside adapters, as little as can be."""
-
     file_index_mapping: Mapping[str, int] = {}
     maps = BaseMaps(is_adapter=True)
     files: Mapping[str, bytes] = {"adapter_config.json": b"{}"}

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.models.sizes import model_sizes
 from tests.support.models.small_tokenizer import small_tokenizer
+from tests.support.models.vision import make_base, write_conversations
 
 _SIZES = {
     **model_sizes(hidden=32, inner=48, layers=2, heads=4, kv_heads=2, positions=4096),
@@ -183,9 +184,11 @@ def write_stand_ins(directory: Path, recipe: str) -> list[str]:
     words = set(recipe.split())
     looks = sorted(words & VISION_MODELS.keys())
     for name in looks:
-        write_vision_model(directory / name, VISION_MODELS[name])
+        if not (directory / name).exists():
+            make_base(directory / name, VISION_MODELS[name], context=4096)
     if IMAGES in words:
-        write_images(directory / IMAGES)
+        (directory / IMAGES).parent.mkdir(exist_ok=True)
+        write_conversations((directory / IMAGES).parent, 40)
     if MEDPIX in words:
         write_medpix(directory / MEDPIX)
     models, data = sorted(words & MODELS.keys()), sorted(words & DATA.keys())
@@ -233,22 +236,6 @@ def write_trainer_checkpoint(path: Path, step: int) -> None:
     torch.save(schedule.state_dict(), path / "scheduler.pt")
     state = {"global_step": step, "epoch": 1.0, "train_batch_size": 4, "max_steps": 2 * step}
     (path / "trainer_state.json").write_text(json.dumps(state))
-
-
-def write_vision_model(path: Path, family: str) -> None:
-    """A vision-language model with fresh weights and its processor."""
-    from tests.support.models.vision import make_base
-
-    if not path.exists():
-        make_base(path, family, context=4096)
-
-
-def write_images(path: Path) -> None:
-    """Conversations about images, which stand beside the file."""
-    from tests.support.models.vision import write_conversations
-
-    path.parent.mkdir(exist_ok=True)
-    write_conversations(path.parent, 40)
 
 
 def write_medpix(path: Path) -> None:

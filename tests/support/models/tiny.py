@@ -10,8 +10,6 @@ from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, Resumed, 
 
 
 class Counter:
-    """The smallest state there is."""
-
     def __init__(self, value: Any = 0) -> None:
         self.value = value
 
@@ -105,7 +103,6 @@ def load(root: Path, made: SimpleNamespace, **options: Any) -> Resumed | None:
 
 
 def tensors_of(made: SimpleNamespace) -> dict[str, torch.Tensor]:
-    """Everything that a checkpoint must bring back, by name."""
     found = {
         f"model.{name}": value.detach().clone() for name, value in made.model.state_dict().items()
     }

@@ -18,6 +18,15 @@ from tests.support.models.sizes import model_sizes
 
 TEXT = model_sizes(hidden=32, inner=48, layers=2, heads=2, kv_heads=2, positions=128)
 VISION = {**model_sizes(hidden=32, inner=48, layers=2, heads=2), "image_size": 16, "patch_size": 4}
+QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 32,
+}
 TEMPLATE = (
     "<s>{% for m in messages %}<|{{ m['role'] }}|>{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}IMAGE{% else %}{{ c['text'] }}{% endif %}{% endfor %}</s>{% endfor %}"
@@ -74,7 +83,6 @@ def llava() -> tuple[Any, Any]:
 
 
 def idefics3_settings(tokenizer: Any) -> dict[str, Any]:
-    """The settings of a tiny Idefics 3, and of models with its configuration."""
     return {
         "vision_config": VISION,
         "text_config": {"model_type": "llama", **TEXT, "pad_token_id": 0},
@@ -139,35 +147,12 @@ def qwen2_5_vl() -> tuple[Any, Any]:
         "patch_size": 4,
         "merge_size": 2,
     }
-    ids = dict(
-        zip(
-            ("vision_start", "vision_end", "image", "video"),
-            tokenizer.convert_tokens_to_ids(list(tokens)),
-            strict=True,
-        )
-    )
+    names = ("vision_start", "vision_end", "image", "video")
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(tokens)), strict=True))
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     config = transformers.Qwen2_5_VLConfig(
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 4,
-            "spatial_merge_size": 2,
-            "out_hidden_size": 32,
-            "fullatt_block_indexes": [1],
-            "window_size": 16,
-        },
-        text_config={
-            **TEXT,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [2, 3, 3],
-            },
-        },
+        vision_config={**QWEN_VISION, "fullatt_block_indexes": [1], "window_size": 16},
+        text_config={**TEXT, "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": rope},
         **{f"{name}_token_id": token for name, token in ids.items()},
     )
     return config, processor

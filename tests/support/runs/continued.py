@@ -1,12 +1,12 @@
 """Continue another program's run with an imported checkpoint, and return the losses."""
 
-import json
 from functools import partial
 from pathlib import Path
 
 from automodel_ckpt.cli.ckpt import main
 from tests.support import ranks
 from tests.support.runs.training import train, write_recipe
+from tools.support import step_lines
 
 CONTINUED = """
 seed: 7
@@ -79,9 +79,4 @@ def continued_losses(
 
 def losses_of(run: Path) -> dict[int, float]:
     """Return the losses in a run's training.jsonl by step."""
-    found: dict[int, float] = {}
-    for line in (run / "training.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "event" not in record:
-            found[record["step"]] = record["loss"]
-    return found
+    return {line["step"]: line["loss"] for line in step_lines(run / "training.jsonl")}

@@ -98,12 +98,8 @@ class FakeRecipe:
         while True:
             number = self.step(stop_request().requested)
             if number:
-                raise Stopped(
-                    f"stopped by {signal.Signals(number).name}",
-                    where="",
-                    value="",
-                    hint="run it again",
-                )
+                what = f"stopped by {signal.Signals(number).name}"
+                raise Stopped(what, where="", value="", hint="run it again")
             time.sleep(0.05)
 
     closes_slowly = train_until_stopped
@@ -203,14 +199,9 @@ def main() -> int:
     parser.add_argument("--stop-signals", nargs="+", default=StepSchedulerConfig().stop_signals)
     for flag in ("--max-restarts", "--node-rank", "--master-port"):
         parser.add_argument(flag, type=int)
-    parser.add_argument(
-        "--last-call", type=float, help="seconds that an elastic run waits for more machines"
-    )
-    parser.add_argument(
-        "--heartbeat",
-        type=float,
-        help="seconds between two of a machine: without three, it is lost",
-    )
+    # Seconds that an elastic run waits for more machines, and between two heartbeats of a machine.
+    for flag in ("--last-call", "--heartbeat"):
+        parser.add_argument(flag, type=float)
     given = vars(parser.parse_args())
     _set_rendezvous(given.pop("last_call"), given.pop("heartbeat"))
     if network := given.pop("network"):

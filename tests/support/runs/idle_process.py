@@ -10,8 +10,6 @@ from automodel_ckpt.checkpoint.remote import child_process
 
 
 class Pipe(io.BytesIO):
-    """What the trainer has written; it stays readable."""
-
     def close(self) -> None:
         pass
 

@@ -1,7 +1,5 @@
 """`ckpt-train` on two ranks, started by a server of commands, which has imported torch: a start costs a second."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -9,15 +7,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from tests.support.servers.command_server import CommandServer
 from tools.support import ROOT, environment
 
 
 class Mark(NamedTuple):
-    """A line of a rank's marks (:mod:`tests.support.runs.marks`)."""
-
     seconds: float
     name: str
     step: int
@@ -34,7 +30,7 @@ class Trainer:
     pid: int = 0
     code: int | None = None
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         (self.directory / "tmp").mkdir(parents=True)
         variables = {"TMPDIR": str(self.directory / "tmp"), "CRASH_MARKS": str(self.directory)}
         with (self.directory / "log").open("a") as log:
@@ -63,7 +59,6 @@ class Trainer:
         return True
 
     def marks(self, rank: int) -> list[Mark]:
-        """What this rank has noted so far."""
         path = self.directory / f"marks_{rank}"
         text = path.read_text() if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
@@ -79,7 +74,6 @@ class Trainer:
 
     @property
     def log(self) -> str:
-        """All that it has printed."""
         path = self.directory / "log"
         return path.read_text(errors="replace") if path.exists() else ""
 

@@ -15,7 +15,6 @@ _last_step = 0
 
 
 def mark(name: str, step: int | None = None) -> None:
-    """Note that *name* begins now."""
     global _last_step
     if step is not None:
         _last_step = step

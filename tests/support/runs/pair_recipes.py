@@ -72,7 +72,6 @@ def _write(
 
 
 def trained(recipe_file: Path, *overrides: str, recipe_class: Any = None) -> Any:
-    """Train a recipe, and return it before it is closed."""
     recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
     try:
         recipe.setup()

@@ -26,7 +26,6 @@ TOKENS = 8
 
 
 def layout_here(**sizes: int) -> RankLayout:
-    """The place of this process in a grid of all ranks there are."""
     shared = share_out(dist.get_world_size(), **sizes)
     group = dist.group.WORLD
     assert group is not None
@@ -50,7 +49,6 @@ def config_of(kind: str = "llama", **settings: Any) -> Any:
 
 
 def model_of(kind: str = "llama", **settings: Any) -> nn.Module:
-    """The same weights whenever it is called."""
     torch.manual_seed(0)
     model: nn.Module = AutoModelForCausalLM.from_config(config_of(kind, **settings))
     return model.train()

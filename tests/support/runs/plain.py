@@ -52,7 +52,6 @@ def write_small(model_type: str, settings: Mapping[str, Any], base: Path) -> Non
 
 
 def samples() -> Any:
-    """The data set of :func:`recipe`."""
     from automodel_ckpt.examples.data.mock import random_tokens
 
     num_samples = NUM_STEPS * ROWS

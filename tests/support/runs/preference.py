@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures.preference import tiny_policy
+from tools.support import step_lines
 
 FIXTURES = Path(__file__).parents[1].parent / "fixtures" / "preference"
 
@@ -75,7 +76,6 @@ def write_recorded(
 
 
 def write_rows(directory: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows of a data set to rows.jsonl."""
     (directory / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
@@ -85,5 +85,4 @@ TENSOR_PARALLEL = ("--distributed.tp_size=2", "--dataloader.pad_to_multiple_of=3
 
 def step_records(run: Path, log: str = "training") -> list[dict[str, Any]]:
     """The records of the steps in training.jsonl, or in the log of this name."""
-    records = [json.loads(line) for line in (run / f"{log}.jsonl").read_text().splitlines()]
-    return [record for record in records if "event" not in record]
+    return step_lines(run / f"{log}.jsonl")

@@ -26,7 +26,6 @@ def printed(recipe: Path, *words: str) -> str:
 
 
 def load(recipe: Path, *words: str) -> Any:
-    """Load *recipe*. With *words*, load what is printed for both."""
     if not words:
         return load_recipe(recipe)
     text = printed(recipe, *words)

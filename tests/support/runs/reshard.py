@@ -24,8 +24,6 @@ LR = 0.123
 
 @dataclass(frozen=True)
 class Way:
-    """A number of ranks, and how they share a model."""
-
     name: str
     num_ranks: int
     how: Parallelism
@@ -114,7 +112,6 @@ class Shared:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """The values that these names stand for."""
         for name, tensor in self.tensors():
             put(tensor, value_of(name, tensor))
 
@@ -155,7 +152,6 @@ def checkpointer(root: Path, layout: RankLayout, **options: Any) -> Checkpointer
 
 
 def save_all(directory: Path, ways: tuple[Way, ...], formats: dict[str, dict[str, Any]]) -> None:
-    """Each way saves itself once per format."""
     for way in ways:
         shared = Shared(way)
         shared.fill()

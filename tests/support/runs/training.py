@@ -31,6 +31,7 @@ from automodel_ckpt.training.recipe import Recipe as AnyRecipe
 from automodel_ckpt.training.values.records import Control
 from tests.support.models.tiny_model import tiny_llama
 from tests.support.models.whole_state import whole_state
+from tools.support import MEASURED, step_lines
 
 # What each rank would otherwise do for itself after the fork: 0.1 s of regular expressions, some imports, two processes
 # of git and the metadata of packages for the manifest, and the types of the keys.
@@ -205,7 +206,6 @@ def saved_digests(checkpoint: Path) -> dict[str, str]:
 
 
 def _pickled(file: Path, start: int = 0, size: int = -1) -> Any:
-    """The value that torch.save wrote at a place of a file."""
     with file.open("rb") as stream:
         stream.seek(start)
         return torch.load(io.BytesIO(stream.read(size)), weights_only=False)
@@ -275,12 +275,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def steps_of(run_directory: Path) -> list[dict[str, Any]]:
     """The step records of training.jsonl, floats as hex; without what depends on the clock or the machine."""
-    records = [
-        json.loads(line) for line in (run_directory / "training.jsonl").read_text().splitlines()
-    ]
-    ignored = {"timestamp", "tps", "tps_per_gpu", "mfu", "mem", "seconds"}
     return [
-        {k: v.hex() if isinstance(v, float) else v for k, v in record.items() if k not in ignored}
-        for record in records
-        if "event" not in record
+        {key: value.hex() if isinstance(value, float) else value for key, value in record.items()}
+        for record in step_lines(run_directory / "training.jsonl", MEASURED)
     ]

@@ -25,6 +25,11 @@ from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.records import Control, LossSum, Number
 
 
+def with_loop(loop: type[TrainingLoop]) -> Any:
+    """A recipe with another loop."""
+    return type(loop.__name__, (LLMFinetune,), {"loop_class": loop})
+
+
 class Stream(IterableDataset[dict[str, list[int]]]):
     """*length* samples, a number that is not known in advance."""
 
@@ -71,7 +76,6 @@ def part(name: str) -> Any:
 
 
 def _with_shared_memory() -> torch.nn.Module:
-    """Two parameters with one memory."""
     model = torch.nn.Sequential(torch.nn.Embedding(8, 2), torch.nn.Linear(2, 8, bias=False))
     model[1].weight.data = model[0].weight.data
     return model
@@ -116,8 +120,6 @@ class RandomInValidationObjective(Objective):
 
 
 class RandomInValidation(LLMFinetune):
-    """A run with RandomInValidationObjective."""
-
     objective_class = RandomInValidationObjective
 
 
@@ -131,10 +133,7 @@ class SignalledLoop(TrainingLoop):
         return due
 
 
-class Signalled(LLMFinetune):
-    """A run with SignalledLoop."""
-
-    loop_class = SignalledLoop
+Signalled = with_loop(SignalledLoop)
 
 
 class SignalledInValidationLoop(TrainingLoop):
@@ -146,10 +145,7 @@ class SignalledInValidationLoop(TrainingLoop):
         return super().validate()
 
 
-class SignalledInValidation(LLMFinetune):
-    """A run with SignalledInValidationLoop."""
-
-    loop_class = SignalledInValidationLoop
+SignalledInValidation = with_loop(SignalledInValidationLoop)
 
 
 class SignalledInStepLoop(TrainingLoop):
@@ -161,10 +157,7 @@ class SignalledInStepLoop(TrainingLoop):
         return super().train_step(batch, control)
 
 
-class SignalledInStep(LLMFinetune):
-    """A run with SignalledInStepLoop."""
-
-    loop_class = SignalledInStepLoop
+SignalledInStep = with_loop(SignalledInStepLoop)
 
 
 class StoppedInValidation(TrainingLoop):
@@ -209,15 +202,10 @@ class WithLogitsLoop(TrainingLoop):
             torch.save(logits, Path(self.config.checkpoint.checkpoint_dir) / "logits.pt")
 
 
-class WithLogits(LLMFinetune):
-    """A run with WithLogitsLoop."""
-
-    loop_class = WithLogitsLoop
+WithLogits = with_loop(WithLogitsLoop)
 
 
 class Counter:
-    """A duck type with the two methods only."""
-
     def __init__(self) -> None:
         self.count = 0
 
@@ -239,8 +227,6 @@ class WithValueLoss(Objective):
 
 
 class CountingLoop(TrainingLoop):
-    """Adds ten to a counter in each step."""
-
     latest_eval: Counter
 
     def step(self, batch: GlobalBatch, control: Control) -> Due:

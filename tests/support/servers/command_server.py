@@ -12,8 +12,6 @@ one. ``plain`` runs a script where torch and transformers have been imported and
 starts are modules of the server too. pytest-xdist's workers come from it as well (``worker``, tests/conftest.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import gc
@@ -33,7 +31,7 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 NUMBER_BYTES = 16
 PLAIN = ".plain"
@@ -60,7 +58,7 @@ class CommandServer:
         self._process_id = directory / "pid"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def begin(self, meanwhile: Callable[[], None] = lambda: None) -> CommandServer:
+    def begin(self, meanwhile: Callable[[], None] = lambda: None) -> Self:
         """Start it, unless another process of this test session has; call *meanwhile* during its imports."""
         self.bin.mkdir(parents=True, exist_ok=True)
         with open(self.bin.parent / "lock", "w") as lock:
@@ -98,7 +96,6 @@ class CommandServer:
             time.sleep(0.05)
 
     def end(self) -> None:
-        """End it, whichever process has started it."""
         if self._process_id.exists():
             # It has ended where its imports failed.
             with contextlib.suppress(ProcessLookupError):
@@ -310,10 +307,16 @@ def tell(connection: socket.socket, number: int) -> None:
 
 
 def end_with(connection: socket.socket, child: int) -> None:
-    """Ask a command to end when the one that stands for it on the PATH has ended."""
+    """Ask a command to end when the one that stands for it on the PATH is asked or has ended, and kill it with that."""
     if connection.recv(1) == b"":
+        end = select.poll()
+        end.register(connection, 0)
+        was_asked = not end.poll(0)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGTERM)
+            if was_asked:
+                end.poll()
+                os.kill(child, signal.SIGKILL)
 
 
 def run(request: dict[str, Any], descriptors: list[int]) -> int:
@@ -340,7 +343,6 @@ def run(request: dict[str, Any], descriptors: list[int]) -> int:
 
 
 def main(words: list[str]) -> int:
-    """Do what the command would; its exit code."""
     if words[0] == "torchrun":
         words = ["python", "-m", "torch.distributed.run", *words[1:]]
     if words[1] == "-u":

@@ -228,7 +228,6 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 @contextlib.contextmanager
 def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
-    """Run a proxy in front of the server at *upstream* in a thread."""
     proxy = FaultProxy(upstream)
     try:
         yield proxy

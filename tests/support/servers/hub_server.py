@@ -135,7 +135,6 @@ class HubServer:
     def add(
         self, name: str, files: Mapping[str, bytes], kind: str = "model", **options: Any
     ) -> Repository:
-        """Add a repository with one commit of *files* on its main branch."""
         repository = Repository(**options)
         repository.commit("main", dict(files), "initial commit")
         self.repositories[kind, name] = repository
@@ -145,7 +144,6 @@ class HubServer:
         return self.repositories[kind, name]
 
     def reset(self) -> None:
-        """Forget all repositories, objects, requests and faults."""
         self.fault = self.after = None
         for each in (self.requests, self.repositories, self.objects, self.parts):
             each.clear()
@@ -181,8 +179,6 @@ class HubServer:
 
 @dataclass(frozen=True)
 class Call:
-    """A request with its body and the parts of its path."""
-
     request: Request
     body: bytes
     repo: str = ""
@@ -227,7 +223,6 @@ class Call:
         return repository, commit
 
     def files(self, hub: HubServer) -> dict[str, bytes]:
-        """The files of the revision. Raises :class:`Refused`."""
         repository, commit = self.commit(hub)
         return repository.commits[commit]
 
@@ -539,7 +534,6 @@ def _handler(server: HubServer) -> type[BaseHTTPRequestHandler]:
 
 @contextlib.contextmanager
 def hub_server() -> Iterator[HubServer]:
-    """Run a server without repositories."""
     server = HubServer()
     try:
         yield server

@@ -17,7 +17,6 @@ class NoNamespacesError(Exception):
 
 
 def ip(*words: str) -> str:
-    """Run ip(8), and return what it prints."""
     done = subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
     return done.stdout
 

@@ -26,7 +26,6 @@ def memory_of_node(base: Path, number: int) -> Path:
 
 
 def make_nodes(base: Path, count: int) -> None:
-    """Create the directories of *count* nodes."""
     (base / "shm").mkdir()
     for number in range(count):
         memory_of_node(base, number).mkdir()
@@ -56,7 +55,6 @@ def clear(directory: Path) -> None:
 
 
 def between(change: Callable[[], object]) -> None:
-    """Do something while no rank runs."""
     dist.barrier()
     if dist.get_rank() == 0:
         change()

@@ -1,7 +1,5 @@
 """All weights of an 8B model: the recipe's defaults, compiled, with accumulation, and bare loops in bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,8 +30,6 @@ def run(part: PartRun) -> None:
     """
     session = part.session
     base = part.base(LLAMA_8B)
-    if base is None:
-        return
     is_gpu = session.device == "cuda"
     work = work_of(LLAMA_8B, is_dry_run=session.is_dry_run)
     flops = flops_per_token(work.config, work.length, trains_all=True)

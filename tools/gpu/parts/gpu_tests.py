@@ -1,7 +1,5 @@
 """tests/gpu and the tests of Triton kernels with pytest, in a few processes that share the GPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -24,7 +22,7 @@ PATHS = (
 )
 _OF_DRY_RUN = ("tests/gpu/test_losses.py", "-k", "cpu-packed")
 _PROCESSES = 14
-"""Most of a test's time is that of its host."""
+"""A test mostly waits for its host."""
 _ENDED = re.compile(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) (tests/.+)$", re.MULTILINE)
 """A line that pytest-xdist prints when a test ends."""
 _ENDED_ALONE = re.compile(r"^(tests/.+) (PASSED|FAILED|ERROR|SKIPPED) ", re.MULTILINE)
@@ -37,10 +35,8 @@ def run(part: PartRun) -> None:
     part.measure("tests", _tests, printed, part.session.is_dry_run, limit=part.seconds_left)
     # The process may have been stopped: what it printed until then counts.
     text = printed.read_text(errors="replace") if printed.is_file() else ""
-    ended = [
-        *_ENDED.findall(text),
-        *((outcome, test) for test, outcome in _ENDED_ALONE.findall(text)),
-    ]
+    alone = [(outcome, test) for test, outcome in _ENDED_ALONE.findall(text)]
+    ended = _ENDED.findall(text) + alone
     part.add("outcomes", Counter(outcome.lower() for outcome, _ in ended))
     for outcome, test in ended:
         if outcome in ("FAILED", "ERROR"):
@@ -50,18 +46,16 @@ def run(part: PartRun) -> None:
 
 def _tests(printed: Path, is_dry_run: bool) -> Figures:
     chosen = shlex.split(os.environ.get("GPU_TESTS", "")) or (_OF_DRY_RUN if is_dry_run else PATHS)
-    # make test treats warnings as errors; those of other libraries and of CUDA are no failure here.
+    # make test treats warnings as errors; warnings of other libraries and of CUDA are no failure here.
     command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-W", "ignore", *chosen]
     if version_of("pytest-xdist") and not is_dry_run:
         command += ["-n", str(_PROCESSES)]
     paths = [str(ROOT), *filter(None, sys.path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with open(printed, "w") as output:
-        code = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=output
-        ).returncode
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     print(printed.read_text(errors="replace"))
     # 1: tests failed; 5: none was selected.
-    if code not in (0, 1):
-        raise RuntimeError(f"pytest ended with {code}")
-    yield "tests", {"exit_code": code}
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest ended with {done.returncode}")
+    yield "tests", {"exit_code": done.returncode}

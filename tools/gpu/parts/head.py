@@ -1,6 +1,4 @@
-"""The loss head: its time beside the products of its layer, its memory beside full logits, and other programs'."""
-
-from __future__ import annotations
+"""The loss head compared with the products of its layer (time), full logits (memory), and other programs."""
 
 from tools.gpu.session import Figures, PartRun
 

@@ -1,7 +1,5 @@
 """LoRA of rank 16 on all linear layers of an 8B model: the defaults of the recipe, variants, and a bare PEFT loop."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,8 +20,6 @@ def run(part: PartRun) -> None:
     """The recipe's defaults and the bare loop first: they decide about the goals."""
     session = part.session
     base = part.base(LLAMA_8B)
-    if base is None:
-        return
     work = work_of(LLAMA_8B, is_dry_run=session.is_dry_run, batch=2, accumulation=2)
     flops = flops_per_token(work.config, work.length, trains_all=False)
 

@@ -1,10 +1,8 @@
 """Short answers: useful tokens per second of rows padded to the longest, without padding, and packed.
 
-The lengths are those of SQuAD 1.1 with its paragraphs: a skewed distribution with a mean of about 170 tokens, of which
+The lengths are as in SQuAD 1.1 with its paragraphs: a skewed distribution with a mean of about 170 tokens, of which
 only the answer has labels.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,11 +17,8 @@ _ROW_TOKENS = 4096
 
 
 def run(part: PartRun) -> None:
-    """The padded loop and ours, on the same samples."""
     session = part.session
     base = part.base(LLAMA_1B)
-    if base is None:
-        return
     is_small = session.is_dry_run
     work = work_of(LLAMA_1B, is_dry_run=is_small, batch=_ROWS, warm_up=4, steps=24)
     longest = 64 if is_small else 1024

@@ -1,6 +1,4 @@
-"""QLoRA: adapters of rank 16 on an 8B model in 4 bits, beside the same on the model in bfloat16."""
-
-from __future__ import annotations
+"""QLoRA: adapters of rank 16 on an 8B model in 4 bits, compared with the model in bfloat16."""
 
 from tools.gpu import ours
 from tools.gpu.machine import version_of
@@ -14,8 +12,6 @@ def run(part: PartRun) -> None:
     if session.device == "cuda" and not version_of("bitsandbytes"):
         return
     base = part.base(LLAMA_8B)
-    if base is None:
-        return
     work = work_of(LLAMA_8B, is_dry_run=session.is_dry_run, batch=2, accumulation=2)
     flops = flops_per_token(work.config, work.length, trains_all=False)
     nf4 = ours.merged(ours.LORA, {"peft": {"quantize_base": "nf4"}})

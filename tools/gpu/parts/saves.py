@@ -1,7 +1,5 @@
 """Saves of a 1B model with its optimizer, synchronous and asynchronous, and a resume after kill -9."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import statistics
@@ -27,8 +25,6 @@ def run(part: PartRun) -> None:
     # The disk has 64 GB: checkpoints of 15 GB each and a base of 8B do not fit.
     part.remove_base(str(LLAMA_8B["hidden_size"]))
     base = part.base(LLAMA_1B)
-    if base is None:
-        return
     is_small = session.is_dry_run
     work = work_of(LLAMA_1B, is_dry_run=is_small, batch=4)
     # Long enough for a save to end before the next one: 15 GB at 1 GB/s.
@@ -48,7 +44,7 @@ def run(part: PartRun) -> None:
 
 
 def _saves(base: Path, scratch: Path, work: Work, every: int, is_async: bool) -> Figures:
-    """Train with two saves and one at the end; the figures are those of the second one, which allocates nothing."""
+    """Train with two saves and one at the end; the figures are of the second one, which allocates nothing."""
     from tools.gpu.timed import CLOCK, peak_bytes
 
     directory = scratch / "saves"
@@ -150,7 +146,7 @@ def _kill_and_resume(base: Path, scratch: Path, work: Work) -> Figures:
 
 
 def _recipe_to_resume(work: Work, base: Path, directory: Path) -> dict[str, Any]:
-    """A recipe whose model has few layers: five checkpoints of 1B would not fit on the disk."""
+    """A recipe for a model with few layers: five checkpoints of 1B would not fit on the disk."""
     recipe = ours.recipe_of(work, base, directory)
     settings = dict(work.config)
     return ours.merged(

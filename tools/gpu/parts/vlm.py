@@ -1,7 +1,5 @@
 """A vision-language model with the shapes of CLIP ViT-L/14 and Llama 1B: the recipe and a bare loop."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import repeat
 from pathlib import Path
@@ -20,7 +18,7 @@ CLIP_LARGE: dict[str, Any] = {
     "image_size": 336,
     "patch_size": 14,
 }
-"""openai/clip-vit-large-patch14-336, whose images are 576 tokens."""
+"""openai/clip-vit-large-patch14-336: an image is 576 tokens."""
 _TINY_CLIP: dict[str, Any] = {
     **CLIP_LARGE,
     "hidden_size": 32,
@@ -40,8 +38,6 @@ def run(part: PartRun) -> None:
     text = TINY if is_small else LLAMA_1B
     work = work_of(LLAMA_1B, is_dry_run=is_small, batch=4, warm_up=3, steps=10)
     base = part.base(llava(vision, text), "vlm", "AutoModelForImageTextToText")
-    if base is None:
-        return
     directory = session.scratch / part.name
     recipe = recipe_of(vision, work, base, directory, is_small=is_small)
     part.measure("ours", ours.measure, "ours", recipe, directory, work.warm_up, 0.0, limit=150)
@@ -50,7 +46,7 @@ def run(part: PartRun) -> None:
 
 
 def llava(vision: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a LLaVA of these parts, whose token of images is that of the processor."""
+    """The configuration of a LLaVA of these parts, with the processor's token of images."""
     token = _image_token(_processor(vision))
     return {
         "model_type": "llava",
@@ -76,7 +72,7 @@ def _image_token(processor: Any) -> int:
 def recipe_of(
     vision: Mapping[str, Any], work: Work, base: Path, directory: Path, *, is_small: bool
 ) -> dict[str, Any]:
-    """The recipe that trains the model in *base*, whose vision tower is frozen."""
+    """The recipe that trains the model in *base* with a frozen vision tower."""
     size = vision["image_size"]
     recipe = ours.recipe_of(work, base, directory)
     del recipe["tokenizer"]
@@ -98,7 +94,7 @@ def recipe_of(
 
 
 def bare_loop(recipe: Mapping[str, Any], work: Work, device: str) -> Figures:
-    """Forward, backward and fused AdamW in bfloat16 on one padded batch, whose preparation is not counted."""
+    """Forward, backward and fused AdamW in bfloat16 on one padded batch. Its preparation is not counted."""
     import torch
     from transformers import AutoModelForImageTextToText
 

@@ -5,12 +5,11 @@ MAKER is tests/fixtures/megatron/make.py, which builds the models. The report ma
 its IDS. All weights are zero before they are loaded.
 """
 
-from __future__ import annotations
-
-import importlib.util
 import json
+import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,10 +19,7 @@ from megatron.core import dist_checkpointing, parallel_state
 def main(rank: int, num_ranks: int, arguments: list[str]) -> None:
     """Load the models with as many tensor parallel ranks as each asks for that equal *num_ranks*."""
     maker_path, port, *models, report_path = arguments
-    specification = importlib.util.spec_from_file_location("make", maker_path)
-    assert specification is not None and specification.loader is not None
-    maker: Any = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(maker)
+    maker: Any = SimpleNamespace(**runpy.run_path(maker_path))
     maker.start(rank, num_ranks, int(port) + num_ranks, num_ranks)
     found: dict[str, Any] = {}
     for number in range(0, len(models), 4):

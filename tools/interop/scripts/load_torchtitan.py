@@ -1,23 +1,20 @@
 """Load exported weights with torchtitan's CheckpointManager, and write the logits. Runs with torchtitan's interpreter.
 
 Arguments: make.py of the fixtures, an empty directory, pairs: ``tied`` or ``untied``, and the exported directory, and
-the report to write. The report maps a directory to {"ids": token ids, "logits": those of torchtitan's model}.
+the report to write. The report maps a directory to {"ids": token ids, "logits": of torchtitan's model}.
 """
 
-from __future__ import annotations
-
-import importlib.util
 import json
+import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
 def main() -> None:
     maker_path, empty, *pairs, report = sys.argv[1:]
-    spec = importlib.util.spec_from_file_location("make", maker_path)
-    maker: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(maker)
+    maker: Any = SimpleNamespace(**runpy.run_path(maker_path))
     found: dict[str, Any] = {}
     for tied, directory in zip(pairs[::2], pairs[1::2], strict=True):
         folder = Path(empty).resolve() / tied

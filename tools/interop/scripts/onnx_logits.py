@@ -1,12 +1,11 @@
-"""Runs in the environment of onnxruntime. [--external-data] SOURCE OUTPUT RESULT
+"""Runs in the environment of onnxruntime. SOURCE OUTPUT RESULT
 
-Compares the logits of OUTPUT/model.onnx with those of the Hugging Face files SOURCE, for several shapes and with
-padding. With --external-data, it exports SOURCE to OUTPUT first, with the weights in a file beside the graph.
+Compares the logits of OUTPUT/model.onnx with the logits of the Hugging Face files SOURCE, for several shapes and with
+padding.
 """
 
 import json
 import sys
-from functools import partialmethod
 from pathlib import Path
 
 import onnxruntime
@@ -23,7 +22,7 @@ def errors(source, output):
     )
     found = []
     for shape in _SHAPES:
-        # Not 0, the padding, whose embedding is zero.
+        # Not 0, the padding: its embedding is zero.
         ids = 3 + torch.arange(shape[0] * shape[1]).reshape(shape) * 7 % 500
         mask = torch.ones_like(ids)
         # Padding on the left; a row has to have one token.
@@ -37,22 +36,8 @@ def errors(source, output):
     return found
 
 
-def main(*arguments):
-    *options, source, output, result = arguments
-    source, output = Path(source), Path(output)
-    if options:
-        from automodel_ckpt.models import onnx_export
-
-        # As torch does with models of more than 1.5 GiB.
-        save = torch.onnx.ONNXProgram.save
-        torch.onnx.ONNXProgram.save = partialmethod(save, external_data=True)
-        output.mkdir()
-        onnx_export.export_to_onnx(source, output / "model.onnx", "float32")
-        assert (output / "model.onnx.data").stat().st_size > (output / "model.onnx").stat().st_size
-        found = [max(error for _, error in errors(source, output))]
-    else:
-        found = errors(source, output)
-    Path(result).write_text(json.dumps(found))
+def main(source, output, result):
+    Path(result).write_text(json.dumps(errors(source, Path(output))))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@
 tokens, whether its state dict is bit-equal to STATE, and the number of artifacts that NeMo found.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -18,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 class LlamaModel(ModelPT):
-    """A Llama, whose config and tokenizer are artifacts."""
+    """A Llama with a config and a tokenizer as artifacts."""
 
     def __init__(self, cfg: DictConfig, trainer: object = None) -> None:
         super().__init__(cfg=cfg, trainer=trainer)
@@ -29,10 +27,10 @@ class LlamaModel(ModelPT):
         self.llm = LlamaForCausalLM(LlamaConfig.from_json_file(path))
 
     def setup_training_data(self, config: object) -> None:
-        """Not used: the model is only restored."""
+        pass
 
     def setup_validation_data(self, config: object) -> None:
-        """Not used: the model is only restored."""
+        pass
 
     @classmethod
     def list_available_models(cls) -> list[object]:

@@ -5,8 +5,6 @@
 Lightning does not store the position within an epoch: the data loader here skips the batches that were trained.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
