@@ -134,7 +134,7 @@ def check_url(url: str, where: str) -> str:
     _, _, place = url.partition("://")
     has_place = place.strip("/") if is_local else urlsplit(url).netloc
     if not has_place or ".." in place.split("/"):
-        hint = "use file:///PATH" if is_local else f"use {scheme}://BUCKET/PATH"
+        hint = "use file:///PATH" if scheme == "file" else f"use {scheme}://BUCKET/PATH"
         raise RecipeError("the URL of a store names no directory in it", where, url, hint)
     return url.rstrip("/")
 
@@ -219,7 +219,11 @@ def with_remote(options: T, url: str, storage: Callable[..., Any]) -> T:
     checkpoint is kept, and what is not uploaded yet.
     """
     current: Any = options
-    settings = {} if current.remote is None else dict(vars(current.remote))
+    settings = {}
+    if current.remote is not None:
+        # Not vars(): the options of programs have slots.
+        for field in dataclasses.fields(current.remote):
+            settings[field.name] = getattr(current.remote, field.name)
     settings["url"] = url.rstrip("/")
     if settings.get("keep_last") is None:
         settings |= {key: getattr(current, key) for key in _KEEP}

@@ -133,7 +133,7 @@ class _Parser(ArgumentParser):
     """An argument parser that raises :class:`RecipeError` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(message, self.prog, "", f"`{self.prog} --help` lists them")
+        raise RecipeError(message, self.prog, "", f"`{self.prog} --help` lists the arguments")
 
 
 def parser(only: str = "") -> ArgumentParser:

@@ -256,6 +256,8 @@ def _model(section: Section, work: Conversion) -> None:
     if fp16 is not None:
         section.degraded("fp16", fp16, "float16 needs a loss scaler: bfloat16 is used")
         bf16 = fp16
+    if bf16 is not None and bf16.value == "full":
+        section.degraded("bf16", bf16, "weights stay in float32, unless model.dtype is bfloat16")
     if bf16 is not None and bf16.value != "auto":
         ours = replace(bf16, value="bfloat16" if is_enabled(bf16) else "none")
         section.put_root("distributed.mixed_precision", ours)

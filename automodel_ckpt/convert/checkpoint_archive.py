@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.convert.formats.files import library
 from automodel_ckpt.convert.formats.nemo.tar_files import TarMember, TarReader, TarWriter
 from automodel_ckpt.convert.publishing import held_run, published_file
-from automodel_ckpt.errors import TAKE_ANOTHER, CheckpointUnusable, unusable
+from automodel_ckpt.errors import CheckpointUnusable, unusable
 
 _NUM_THREADS = 2
 _MAX_LOG_BYTES = 1 << 32
@@ -99,8 +99,8 @@ def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
         # Before a run directory is created. The manifests limit the members and their sizes.
         reader = TarReader(path, decompressed, (zstandard.ZstdError,), max_members=None)
     except OSError as error:
-        what = "the archive cannot be read"
-        raise CheckpointUnusable.of_system(error, what, hint=TAKE_ANOTHER) from error
+        what, hint = "the archive cannot be read", "check the path and its permissions"
+        raise CheckpointUnusable.of_system(error, what, hint=hint) from error
     with reader, held_run(run, f"extracting {path}") as directory:
         published = _Extraction(reader, directory.root, log).run()
         # Sets LATEST and LOWEST_VAL to the newest and the best checkpoint.

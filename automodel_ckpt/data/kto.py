@@ -84,7 +84,7 @@ def judged_completions(
             label = names[label] if label in range(len(names)) else label
             judgment = FLAGS.get(str(label).strip().casefold())
             if judgment is None:
-                what = "a completion is neither desirable nor undesirable"
+                what = "a completion is neither desirable (true) nor undesirable (false)"
                 raise rows.unusable(number, what, f"{label!r} in dataset.label_field {label_field}")
             samples[number] = samples[number]._replace(number=judgment)
         return samples

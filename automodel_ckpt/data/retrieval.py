@@ -114,7 +114,7 @@ class RetrievalSource:
             if corpus is not None and not text:
                 text = corpus.text(str(document.get("id")))
                 if text is None:
-                    what = f"the corpus {corpus.documents.path} has no document with this id"
+                    what = f"the corpus {corpus.documents.path} has no document with this id and a text"
                     raise self.table.unusable(number, what, document.get("id"))
             documents.append(text)
         if has_instructions and corpus is not None:
@@ -308,7 +308,7 @@ class RetrievalRows(Rows):
         self, sources: Sequence[Any], num_negatives: int, seed: int, has_instructions: bool
     ) -> None:
         require_range("num_negatives", num_negatives, 0)
-        require_range("number of sources", len(sources), 1)
+        require_range("sources", len(sources), 1)
         self.path = f"{len(sources)} sources" if len(sources) > 1 else str(sources[0])
         self._options = (num_negatives, seed, has_instructions)
         self._sources = [open_source(each, has_instructions) for each in sources]

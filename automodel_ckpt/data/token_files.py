@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.data.collate import Integers, require_choice, require_range
-from automodel_ckpt.data.rows.files import is_pattern, path_hint
+from automodel_ckpt.data.rows.files import is_pattern
 from automodel_ckpt.data.samples.token_arrays import (
     TokenArray,
     TokenSpans,
@@ -209,7 +209,7 @@ def _paths(path: str | Sequence[str], *, is_index: bool) -> list[Path]:
             "no file of tokens is found",
             where="dataset.path",
             value=", ".join(map(str, given)),
-            hint=path_hint(),
+            hint=f"check dataset.path; relative paths start at {Path.cwd()}",
         )
     return list(found)
 

@@ -150,6 +150,13 @@ class _TokenExchange:
         *chosen* are the experts of this rank's tokens, numbered over all ranks.
         """
         num_sent = torch.bincount(chosen, minlength=self._num_experts)
+        if num_sent.numel() > self._num_experts:
+            raise RecipeError(
+                "the router chose an expert that no rank stores",
+                where=_WHERE,
+                value=f"expert {num_sent.numel() - 1} of {self._num_experts}",
+                hint="remove the key",
+            )
         num_sent = num_sent.view(self._num_ranks, -1)
         num_received = torch.empty_like(num_sent)
         dist.all_to_all_single(num_received, num_sent, group=self._group)

@@ -128,6 +128,12 @@ CASES = {
             "2 x 4 accumulated x 4 ranks",
         ],
     ),
+    "axolotl, all in bfloat16": (
+        AXOLOTL.replace("bf16: auto", "bf16: full"),
+        [],
+        {"distributed.mixed_precision": "bfloat16"},
+        ["bf16 full: weights stay in float32"],
+    ),
     "LLaMA-Factory": (
         FACTORY,
         [],

@@ -4,11 +4,13 @@ import functools
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from automodel_ckpt.base.durable_io import fsync_directory
+from automodel_ckpt.checkpoint.parts import commit
 from tests.support.servers.command_server import CommandServer
 from tools.crash import calls, flips, jobs, power, signals, syscalls
 from tools.crash.place import Scenario
@@ -148,3 +150,25 @@ def test_a_directory_is_not_durable_if_its_file_system_shuts_down_before_the_fsy
         monkeypatch.setattr(os, "fsync", fsync_after_cut)
         with pytest.raises(OSError, match="Input/output error"):
             fsync_directory(disk.mount_point)
+
+
+def test_a_sweep_sees_a_checkpoint_that_got_its_name_before_it_was_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The campaign can fail: a publish that renames first and writes the manifest later is found out."""
+    needs_calls()
+    jobs.warm_up()
+
+    def reserve_final(root: Path, name: str) -> Path:
+        (root / name).mkdir(parents=True)
+        (root / name / ".parts").mkdir()
+        return root / name
+
+    point = calls.Point(OURS[0], scenario("save"), "both", 45)
+    # Both ranks: one that survives for some milliseconds may notice the other's death and remove what it wrote.
+    with calls.Sweep(seed=0) as sweep:
+        sweep.lay_out(OURS[0], scenario("save"))
+        monkeypatch.setattr(commit, "reserve", reserve_final)
+        monkeypatch.setattr(commit, "publish", lambda staging, name: staging)
+        _, wrong, _ = calls.judge_kill(sweep, point)
+    assert any("has its name but no manifest" in text for text in wrong)

@@ -25,7 +25,7 @@ from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_safely
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.run.notes import read_note, write_note
-from automodel_ckpt.errors import TAKE_ANOTHER, RecipeError, unusable
+from automodel_ckpt.errors import RecipeError, unusable
 
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _NUM_THREADS = 4
@@ -89,7 +89,7 @@ def identify_base(
             entries = dict(zip(names, executor.map(entry_of, names), strict=True))
     except OSError as error:
         what = "a file of the base model cannot be read"
-        raise RecipeError.of_system(error, what, hint=TAKE_ANOTHER) from error
+        raise RecipeError.of_system(error, what, hint="download the base model again") from error
     if entries != known and notes is not None:
         # Without the note, the next start reads the base again.
         with suppress(OSError):

@@ -355,7 +355,7 @@ def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -
             before_publishing()
             _publish(staging, target, log)
     except OSError as error:
-        raise unwritable(error, "the export could not be written") from error
+        raise unwritable(error, "the export could not be written; nothing was changed") from error
     finally:
         # After a swap, the export that was replaced has the staging directory's name.
         if staging is not None:

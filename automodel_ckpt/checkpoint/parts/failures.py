@@ -82,7 +82,7 @@ def as_failure(
             f"{doing} failed in user code",
             where=location,
             value=f"{type(error).__name__}: {error}",
-            hint="",
+            hint="fix this code",
             restart=SAME_COMMAND,
         )
     return kind(f"{doing} failed", where=where, value=repr(error), hint=_DEFECT)

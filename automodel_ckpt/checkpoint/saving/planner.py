@@ -46,7 +46,7 @@ from automodel_ckpt.checkpoint.formats.rank_files import (
 )
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, RankManifest
 from automodel_ckpt.checkpoint.jobs.reuse import links_are_supported
-from automodel_ckpt.checkpoint.parts.discovery import Item, classify
+from automodel_ckpt.checkpoint.parts.discovery import ADD_TO_STATE, Item, classify
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, StateRecord
 from automodel_ckpt.checkpoint.saving.save import (
     Forecast,
@@ -74,7 +74,7 @@ from automodel_ckpt.checkpoint.state.storable import (
     is_sharded,
     saved,
 )
-from automodel_ckpt.errors import SaveFailed
+from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
 
 log = logging.getLogger("automodel_ckpt")
@@ -135,6 +135,14 @@ class Planner:
         :class:`SaveFailed` where the disk is too full.
         """
         _check_trees(save)
+        for name in self.settings.assets.keys() - save.trees.keys():
+            # Without its files, the checkpoint could not be exported.
+            raise RecipeError(
+                "the assets are of a module that is not part of the saved state",
+                where="Checkpointer(assets=...)",
+                value=name,
+                hint=ADD_TO_STATE,
+            )
         save.descriptions = {tree.name: tree.describe() for tree in save.trees.values()}
         proposal = self.propose_values(save)
         for name, description in save.descriptions.items():

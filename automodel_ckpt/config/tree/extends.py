@@ -47,12 +47,12 @@ class _Reader:
         problems: list[Problem] = []
         root = read_file(path, problems)
         if is_base:
+            problems = [without_content(problem) for problem in problems]
             if root is not None and not _is_recipe(root):
                 root = None
                 problems.append(
                     Problem(f"a file in {KEY} has no section of a recipe", str(path), "")
                 )
-            problems = [without_content(problem) for problem in problems]
         self._problems += problems
         if root is None:
             return None

@@ -194,7 +194,7 @@ def _check_ranks(ranks: Collection[int], num_ranks: int, tag: Path) -> None:
         raise unusable(
             f"files of some of the {counted(num_ranks, 'rank')} are missing, or of more ranks are here",
             tag,
-            f"files of {counted(len(ranks), 'rank')}",
+            f"files of {counted(len(ranks), 'rank')}: {some_of([*map(str, sorted(ranks))], _MAX_LISTED)}",
             _ALL_RANKS,
         )
 

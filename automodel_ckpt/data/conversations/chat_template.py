@@ -322,8 +322,9 @@ def _within(spans: Sequence[Span], labeled_spans: Sequence[Span]) -> list[bool]:
 
 
 def _last_of(spans: Sequence[Span]) -> list[Span]:
-    """The last of *spans*, and those before it that it continues."""
+    """The last of *spans* that is not empty, and those before it that it continues."""
+    spans = [(start, end) for start, end in spans if start < end]
     first = len(spans) - 1
     while first > 0 and spans[first - 1][1] == spans[first][0]:
         first -= 1
-    return list(spans[max(first, 0) :])
+    return spans[max(first, 0) :]

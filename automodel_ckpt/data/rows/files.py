@@ -108,7 +108,7 @@ def _matching(path: str) -> list[Path]:
     files = [file for file in files if file.is_file()]
     if not files:
         what = "no data file matches this pattern"
-        raise RecipeError(what, where="dataset.path", value=path, hint=path_hint())
+        raise RecipeError(what, where="dataset.path", value=path, hint=_path_hint())
     return files
 
 
@@ -170,7 +170,7 @@ def saved_table(directory: Path) -> list[Path] | None:
     return [directory / part["filename"] for part in parts]
 
 
-def path_hint() -> str:
+def _path_hint() -> str:
     return (
         f"check dataset.path; relative paths start at the working directory, {Path.cwd()}; only local files and data "
         "sets of the Hub can be read"
@@ -195,6 +195,6 @@ def require_readable(path: Path) -> Path:
         path.open("rb").close()
     except OSError as error:
         raise RecipeError.of_system(
-            error, "a data file cannot be read", hint=path_hint()
+            error, "a data file cannot be read", hint=_path_hint()
         ) from error
     return path

@@ -111,9 +111,9 @@ class Labels:
 
     def named(self, value: Any) -> int | None:
         """The index of the label that has *value* as its name: also 1.0 for 1, and booleans for yes or False."""
-        number = whole_number(value)
-        for spelling in [value] if number is None else [value, number]:
-            if str(spelling) in self.names:
+        for spelling in (value, whole_number(value)):
+            # A null is not the label None.
+            if spelling is not None and str(spelling) in self.names:
                 return self.names.index(str(spelling))
         word = str(value).casefold()
         meanings = [BOOLEANS.get(name.casefold()) for name in self.names]

@@ -175,7 +175,7 @@ class TokenizedDataset(SampleArrays):
         arrays = (mapped_array(directory / name, dtype) for name, dtype in ARRAYS.items())
         self.tokens, self.ends, self.labelled = arrays
         # np.load rejects pickled objects by default: a cache that others can write must not run code.
-        self.numbers = np.load(directory / NUMBERS)
+        self.numbers = np.asarray(np.load(directory / NUMBERS, mmap_mode="r"))
         self.counts = Counter[str](json.loads((directory / COUNTS).read_text("utf-8")))
 
     @property

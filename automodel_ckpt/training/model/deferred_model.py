@@ -472,8 +472,9 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     sharded = parallelize(model, layout, how, deferred.materialise, mesh)
     if stages is None:
         return Sharded(sharded, compute)
-    from automodel_ckpt.training.model.pipeline import PipelineStage
+    from automodel_ckpt.training.model.pipeline import PipelineStage, log_idle_share
 
+    log_idle_share(num_micro_batches(config, layout.dp_size), layout)
     return Sharded(sharded, compute, PipelineStage(sharded, layout, stages, section.pp_schedule))
 
 

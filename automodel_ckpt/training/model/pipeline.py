@@ -183,6 +183,19 @@ class FromTokens(nn.Module):
         return hidden
 
 
+def log_idle_share(num_micro_batches: int, layout: RankLayout) -> None:
+    """Log the share of a step in which stages wait for each other. Warns if it is half of the step or more."""
+    num_stages = layout.sizes.pp
+    # Source: Huang et al., "GPipe", arXiv:1811.06965, section 3.2. 1F1B has the same share.
+    idle = (num_stages - 1) / (num_micro_batches + num_stages - 1)
+    message = "%d pipeline stages, %d micro-batches a step: each rank waits for others about %.0f%% of the time"
+    level = logging.INFO
+    if idle >= 0.5:
+        level = logging.WARNING
+        message += "; more micro-batches (a larger global_batch_size) make it less"
+    log.log(level, message, num_stages, num_micro_batches, 100 * idle)
+
+
 def check_no_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) -> None:
     """Raise :class:`RecipeError` if a stage has nothing to train. A collective."""
     counts = _of_each_stage(layout, len(trained))

@@ -332,7 +332,9 @@ def _strategy(
         # ddp supports neither stages nor replicas of shards.
         can_replicate = sizes.pp == 1 and sizes.dp_replicate == 1
         return "ddp" if is_whole and can_replicate else "fsdp2"
-    if compute_type == "none" or device_type != "cuda":
+    # Only fsdp2 offloads a teacher.
+    offloads = config.distill is not None and config.distill.offload_teacher
+    if device_type != "cuda" or (compute_type == "none" and not offloads):
         # Autocast is faster on a CPU, and keeps norms and residual sums in float32.
         return "single"
     if is_whole or isinstance(config.model, Target):

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.samples.encoder import encode_one
+from automodel_ckpt.data.samples.samples import RowStream
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.interface import first_line
@@ -213,6 +215,10 @@ def check_processor(processor: Any, where: str) -> None:
     raise RecipeError(what, where=where, value=type(processor).__name__, hint=hint)
 
 
+_NUM_EXAMINED = 64
+"""How many samples of a data set show where an answer ends."""
+
+
 def set_generation(recipe: Any) -> list[int]:
     """Let text that *recipe*'s model generates have the chat template of the data, and end where its answers do.
 
@@ -319,10 +325,10 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 
 def _ends_of(dataset: Any, tokenizer: Any) -> set[int]:
-    """The special tokens that end the answers of *dataset*: by its chat template, or else labeled ends of samples."""
+    """The special tokens that end samples of *dataset* and have labels, without what is blank after them."""
     template = getattr(dataset, "template", None)
     renderer = getattr(template, "renderer", None)
-    if renderer is None and template and tokenizer.chat_template:
+    if renderer is None and isinstance(dataset, RowStream) and template:
         from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
 
         renderer = ChatRenderer(tokenizer, str(tokenizer.get_chat_template()), {})
@@ -330,11 +336,17 @@ def _ends_of(dataset: Any, tokenizer: Any) -> set[int]:
         return _ends_of_template(renderer, tokenizer)
     if not isinstance(dataset, TokenizedDataset) or not len(dataset.ends):
         return set()
-    last = np.asarray(dataset.ends) - 1
-    tokens, counts = np.unique(dataset.tokens[last][dataset.labelled[last]], return_counts=True)
+    special = _special(tokenizer)
+    found: Counter[int] = Counter()
+    for number in np.linspace(0, len(dataset.ends) - 1, _NUM_EXAMINED, dtype=np.int64):
+        span = dataset.span(number)
+        tokens, labelled = dataset.tokens[span].tolist(), dataset.labelled[span]
+        while tokens and tokens[-1] not in special and not tokenizer.decode(tokens[-1:]).strip():
+            tokens.pop()
+        if tokens and labelled[len(tokens) - 1]:
+            found[tokens[-1]] += 1
     # A sample that was truncated can end with any token.
-    frequent: list[int] = tokens[counts >= len(last) / 10].tolist()
-    return _special(tokenizer).intersection(frequent)
+    return special.intersection(end for end, count in found.items() if count >= _NUM_EXAMINED / 10)
 
 
 def _ends_of_template(renderer: ChatRenderer, tokenizer: Any) -> set[int]:

@@ -179,3 +179,15 @@ def test_the_batch_script_ends_with_the_runs_code_and_after_a_signal_goes_back_i
     calls = ["srun --kill-on-bad-exit=0 /my env/bin/ckpt-train my recipe.yaml --seed=1"]
     calls += ["scontrol requeue 7"] * (code == 75)
     assert run_batch_script(tmp_path, code, "my recipe.yaml", "--seed=1") == (code, calls)
+
+
+def test_the_batch_script_starts_the_ranks_and_goes_back_into_the_queue_after_a_signal(
+    tmp_path: Path,
+) -> None:
+    assert run_batch_script(tmp_path, 75, "my recipe.yaml", "--seed=1") == (
+        75,
+        [
+            "srun --kill-on-bad-exit=0 /my env/bin/ckpt-train my recipe.yaml --seed=1",
+            "scontrol requeue 7",
+        ],
+    )

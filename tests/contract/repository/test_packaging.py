@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from dataclasses import dataclass
@@ -269,3 +270,12 @@ def test_a_guide_lists_each_extra_with_its_packages_and_lowest_versions() -> Non
     for_users = {name: needs for name, needs in extras.items() if name not in for_development}
     assert for_development <= extras.keys()
     assert listed == for_users
+
+
+def test_the_sdist_holds_files_instead_of_links(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
+        members = archive.getmembers()
+    assert [member.name for member in members if not (member.isfile() or member.isdir())] == []
+    assert any(
+        member.name.endswith("/automodel_ckpt/recipes/llm_finetune.py") for member in members
+    )

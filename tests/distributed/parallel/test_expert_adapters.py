@@ -14,7 +14,7 @@ from automodel_ckpt.errors import RecipeError
 from tests.distributed.models.test_peft import assert_is_whole
 from tests.support import ranks
 from tests.support.models.sizes import model_sizes
-from tests.support.runs.training import RECIPE, train, write_recipe
+from tests.support.runs.training import RECIPE, Recipe, train, write_recipe
 from tests.support.runs.training_parts import TOKENS, WithLogits
 
 SIZES: dict[str, Any] = {
@@ -107,3 +107,15 @@ def test_a_name_that_matches_no_experts_is_an_error(
     with pytest.raises(RecipeError, match=r"peft\.target_parameters") as caught:
         train(recipe, f"--peft.target_parameters=[{pattern}]", "--checkpoint.enabled=false")
     assert message in str(caught.value)
+
+
+@pytest.mark.further
+def test_a_run_with_adapters_on_experts_resumes_bit_for_bit(runs: Any) -> None:
+    root, digests = runs
+    trainings = []
+    for family in CONFIGS:
+        place = f"--checkpoint.checkpoint_dir={root / family / 'resumed'}"
+        saved = f"--checkpoint.restore_from={root / family / 'whole/epoch_0_step_1'}"
+        recipe = root / family / "recipe.yaml"
+        trainings.append(partial(train, recipe, place, saved, *SHORT, recipe_class=Recipe))
+    assert ranks.run_each(trainings, 2) == list(digests.values())

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -15,6 +16,7 @@ from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module
 from automodel_ckpt.checkpoint.state.module_tensors import (
     StoredLayout,
+    module_state,
     record_complete_tensors,
     set_stored_layout,
 )
@@ -96,3 +98,16 @@ def test_experts_of_two_ranks_are_saved_exported_and_read_one_by_one(tmp_path: P
         assert all(
             torch.equal(value, loaded.state_dict()[name]) for name, value in values(made(1)).items()
         )
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_experts_have_the_names_and_the_values_that_transformers_saves(
+    family: str, tmp_path: Path
+) -> None:
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS[family])
+    model.save_pretrained(tmp_path)
+    set_stored_layout(model, StoredLayout(*names_in_files(model, tmp_path)))
+    expected = load_file(tmp_path / "model.safetensors")
+    state, _ = module_state(model)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)

@@ -101,3 +101,9 @@ def test_a_model_that_lets_samples_see_each_other_refuses_packs_and_pads(
     assert "BloomForCausalLM, eager attention" in str(error)
     run(tmp_path, f"--dataset={PAIRS}", "--step_scheduler.max_steps=1", text=text)
     assert "samples are padded to the longest" in capfd.readouterr().err
+
+
+def test_packs_smaller_than_a_sample_are_refused(tmp_path: Path) -> None:
+    error = failure(tmp_path, *DATA, "--packed_sequence.size=32", text=TEXT)
+    assert isinstance(error, RecipeError)
+    assert "a sample is longer than a pack" in str(error)

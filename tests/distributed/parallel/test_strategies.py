@@ -168,3 +168,11 @@ def odd_rows(tokenizer: Any) -> Any:
         return found
 
     return collate
+
+
+def test_rows_that_context_parallel_error_along_the_sequence_are_refused(tmp_path: Path) -> None:
+    collate = (
+        "--dataloader.collate_fn={_target_: tests.distributed.parallel.test_strategies.odd_rows}"
+    )
+    error = failure(tmp_path, *GRID, collate, "--dataloader.padding_free=false", num_ranks=2)
+    assert "17 tokens among 2 ranks" in str(error)

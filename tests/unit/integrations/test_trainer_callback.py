@@ -495,3 +495,52 @@ def test_adapters_that_version_0_1_0_saved_are_resumed(
     Checkpointer(tmp_path / "run").load({"model": model})
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, saved[name]), name
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["reference", "own", "before"])
+def test_adapters_of_other_kinds_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    make_trainer(tmp_path / "output")[0].model.save_pretrained(tmp_path / "base")
+
+    def adapted() -> Any:
+        if kind == "own":
+            module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+            return get_peft_model(module, LoraConfig(r=2, target_modules=["0"]))
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+        if kind == "reference":
+            # As TRL does for a PeftModel that it is given.
+            model.add_adapter("ref", model.peft_config["default"])
+        return model
+
+    saved, loaded = adapted(), adapted()
+    with monkeypatch.context() as patch:
+        if kind == "before":
+            # Version 0.1.0 wrote no files of peft.
+            patch.setattr("automodel_ckpt.checkpoint.checkpointer.is_exportable", lambda _: False)
+        Checkpointer(tmp_path / "run").save({"model": saved}, step=1, epoch=0)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.add_(parameter.requires_grad)
+    Checkpointer(tmp_path / "run").load({"model": loaded})
+    for name, parameter in saved.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter, loaded.get_parameter(name)), name
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_second_adapter_that_trains_is_an_error(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    make_trainer(tmp_path / "output")[0].model.save_pretrained(tmp_path / "base")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    model.add_adapter("other", config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    with pytest.raises(RecipeError, match="several of its adapters train"):
+        Checkpointer(tmp_path / "run").save({"model": model}, step=1, epoch=0)

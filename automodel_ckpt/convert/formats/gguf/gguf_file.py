@@ -186,7 +186,7 @@ def _factors(path: Path, info: TensorInfo | None) -> list[float]:
 def _config(model: GgufModel, stored: list[_Stored], values: Values) -> ValueDict:
     """Return config.json: what the metadata *values* describe, and the dtype of most of the weights."""
     config = model.config()
-    most = main_dtype((item.dtype, item.info.nbytes) for item in stored)
+    most = main_dtype((item.dtype, nbytes_of(item.dtype, item.info.shape)) for item in stored)
     if most is not None:
         config["dtype"] = TORCH_NAMES[most]
     for key, name in _TOKEN_IDS.items():

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint.export.export_manifest import DigestedRange, ExportManifest
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.durable_file import digest_of
 from automodel_ckpt.checkpoint.sources.source import open_checkpoint
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models.shards import cut, write_checkpoint
@@ -44,3 +46,17 @@ def test_an_adapter_checkpoint_is_not_exported(tmp_path: Path) -> None:
     (path / layout.MANIFEST).write_bytes(changed.to_bytes())
     with pytest.raises(CheckpointUnusable, match="are not a complete model"):
         open_checkpoint(path)
+
+
+def test_a_link_in_an_export_is_damage_except_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "1").write_text("aa")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "a").symlink_to(tmp_path / "blobs" / "1")
+    files = {"a": (DigestedRange(0, 2, digest_of(b"aa")),)}
+    assert ExportManifest(tmp_path / "export", files, follow_links=True).problems() == []
+    (problem,) = ExportManifest(tmp_path / "export", files).problems()
+    assert "not a regular file" in problem.what and problem.where == str(tmp_path / "export" / "a")
+    (tmp_path / "blobs" / "1").write_text("ab")
+    (problem,) = ExportManifest(tmp_path / "export", files, follow_links=True).problems()
+    assert "its digest does not match" in problem.what

@@ -66,6 +66,7 @@ def test_files_that_others_can_write_are_parsed_by_no_other_parser() -> None:
         "checkpoint/jobs/jobs.py",
         "convert/targets/compressed_tensors.py",
         "logs/follow.py",
+        "training/kinds/teacher.py",
         "training/parts/init_from.py",
     }
     assert with_parser == {"checkpoint/files/safe_open.py", *own_content}

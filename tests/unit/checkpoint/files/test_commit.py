@@ -240,3 +240,22 @@ def test_a_link_named_like_a_leftover_is_removed_but_not_followed(tmp_path: Path
     (run / (".trash-" + "0" * 32)).symlink_to(outside)
     commit.recover(run)
     assert (outside / "precious").exists() and list(run.iterdir()) == []
+
+
+def test_a_withdrawn_checkpoint_has_lost_its_name_durably_before_its_files_are_deleted(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    (tmp_path / "epoch_0_step_20").mkdir()
+    calls.clear()
+    commit.withdraw(tmp_path / "epoch_0_step_20")
+    assert [call for call, _ in calls] == ["rename", "fsync"]
+    assert calls[1] == ("fsync", tmp_path.name)
+
+
+def test_a_superseded_checkpoint_has_its_new_name_durably_before_its_old_name_is_used_again(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    (tmp_path / "epoch_0_step_20").mkdir()
+    calls.clear()
+    aside = commit.supersede(tmp_path, "epoch_0_step_20")
+    assert calls == [("rename", aside), ("fsync", tmp_path.name)]

@@ -11,7 +11,7 @@ from werkzeug.wrappers import Request, Response
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.remote import background, uploader
+from automodel_ckpt.checkpoint.remote import background, child_process, uploader
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.retention import prune
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -287,3 +287,14 @@ def test_a_process_of_an_earlier_start_uploads_no_checkpoint_of_a_later_one(
     uploader.Uploader(run, later).catch_up()
     newest = RemoteRun(Store(url)).newest()
     assert newest is not None and str(newest.name) == SECOND
+
+
+def test_a_late_process_of_an_earlier_start_uploads_nothing(tmp_path: Path) -> None:
+    """It waited for the lock until the process of the later start ended."""
+    child_process.note_newest(tmp_path, background.LOCK, "first")
+    with child_process.only_one(tmp_path, background.LOCK, "first") as is_newest:
+        assert is_newest()
+        child_process.note_newest(tmp_path, background.LOCK, "second")
+        assert not is_newest()
+    with child_process.only_one(tmp_path, background.LOCK, "first") as is_newest:
+        assert not is_newest()

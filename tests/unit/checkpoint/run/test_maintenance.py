@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.cli.ckpt import main
@@ -175,7 +176,7 @@ def test_a_metric_that_no_checkpoint_has_removes_nothing(
     best = ["prune", "--keep-last", "1", "--keep-best", "2"]
     assert main([*best, str(run), "--metric", "val_los", "--dry-run"]) == 2
     assert main([*best, str(run), "--metric", "val_los"]) == 2
-    assert "use val_loss" in capsys.readouterr().err and len(names(run)) == 4
+    assert "there are val_loss" in capsys.readouterr().err and len(names(run)) == 4
     other = tmp_path_factory.mktemp("run")
     for step in (1, 2):
         tiny.save(other, tiny.recipe(), step=step, losses={"train_loss": 1.0, "val_loss": None})
@@ -356,3 +357,67 @@ def test_a_moved_checkpoint_that_is_not_there_is_named_passed_over_and_set_aside
     (tmp_path / "unmounted").rename(tmp_path / "big")
     assert Manifest.read(moved / "epoch_0_step_30.superseded-1").step == 30
     assert os.readlink(moved / "epoch_0_step_40.superseded-1") == "epoch_0_step_20"
+
+
+def test_a_link_below_the_run_directory_protects_like_one_in_it(run: Path) -> None:
+    (run / "paper" / "figures").mkdir(parents=True)
+    (run / "paper" / "figures" / "best").symlink_to("../../epoch_0_step_10/model")
+    assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    assert names(run) == ["epoch_0_step_10", "epoch_0_step_20", "epoch_0_step_40"]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--keep-last=0", "--keep-every-steps=0", "--keep-best=-1", "--keep-steps=-5"]
+)
+def test_numbers_that_keep_nothing_are_refused(
+    run: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prune", str(run), "--keep-last", "1", flag]) == 2
+    assert "is less than" in capsys.readouterr().err and len(names(run)) == 4
+
+
+def test_prune_takes_a_pointer_or_a_checkpoint_for_its_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = []
+    for path in (run, run / "LATEST", run / "epoch_0_step_10", run / "epoch_0_step_10" / "model"):
+        assert main(["prune", str(path), "--keep-last", "1", "--dry-run"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert len(set(outputs)) == 1 and "epoch_0_step_30" in outputs[0]
+
+
+def test_only_checkpoints_of_a_run_can_be_pinned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = tmp_path / "export"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    save_file({"weight": torch.ones(2)}, export / "model.safetensors")
+    assert main(["pin", str(export)]) == 3
+    assert "not a checkpoint of a run" in capsys.readouterr().err
+
+
+def test_whatever_has_the_name_of_a_checkpoint_gives_way_and_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "epoch_0_step_20").write_text("mine")
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    assert (tmp_path / "epoch_0_step_20.superseded-1").read_text() == "mine"
+    assert (tmp_path / "epoch_0_step_20").is_dir()
+
+
+def test_verify_of_a_run_names_the_damaged_checkpoint_file_and_tensor(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(run)]) == 0
+    path = run / "epoch_0_step_20"
+    piece = Manifest.read(path).trees["model"].tensors["frozen"].slices[0]
+    with open(path / piece.file, "r+b") as file:
+        file.seek(piece.start + 3)
+        byte = file.read(1)[0]
+        file.seek(piece.start + 3)
+        file.write(bytes([byte ^ 4]))
+    capsys.readouterr()
+    assert main(["verify", str(run), "--json"]) == 3
+    results = {Path(entry["path"]).name: entry for entry in json.loads(capsys.readouterr().out)}
+    assert [name for name, entry in results.items() if not entry["ok"]] == ["epoch_0_step_20"]
+    (problem,) = results["epoch_0_step_20"]["problems"]
+    assert "tensor frozen" in problem["value"] and piece.file in problem["where"]

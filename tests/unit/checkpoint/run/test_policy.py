@@ -6,6 +6,7 @@ import random
 from automodel_ckpt.checkpoint.run.resume import (
     KeepPolicy,
     Record,
+    best_record,
     is_better,
     metric_of,
     newest_first,
@@ -68,3 +69,13 @@ def test_ten_thousand_histories_keep_what_must_stay_and_remove_all_else() -> Non
         assert policy.removable(kept, protected) == []
         assert [record.step for record in removable] == sorted(record.step for record in removable)
     assert removed_somewhere > 2_000
+
+
+def test_of_equals_the_earliest_is_the_best_and_nan_never_is() -> None:
+    records = [
+        Record(f"epoch_0_step_{s}", s, 0, v)
+        for s, v in [(1, math.nan), (2, 2.0), (3, 1.0), (4, 1.0), (5, None)]
+    ]
+    assert (best_record(records, "min") or records[0]).step == 3
+    assert (best_record(records, "max") or records[0]).step == 2
+    assert best_record(records[:1], "min") is None

@@ -5,6 +5,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from automodel_ckpt import Checkpointer, CheckpointOptions
+from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError
 
@@ -75,6 +77,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "assets": (lambda run: Checkpointer(run, assets={"model": 1}), "HFAssets.from_model"),  # type: ignore[dict-item]
     "one of the assets": (lambda run: Checkpointer(run, assets=ANYTHING), "HFAssets.from_model"),
+    "assets of no module": (
+        lambda run: save_once(Checkpointer(run, assets={"net": SimpleNamespace(nbytes=0)}), STATE),  # type: ignore[dict-item]
+        "assets are of a module that is not part",
+    ),
     "one name": (lambda run: load(run, STATE, allow_missing_state="optimizer"), "a list of names"),
     "a step": (lambda run: load(run, STATE, keep_steps=5), "a list of whole numbers"),
     "restore_from": (lambda run: load(run, STATE, restore_from=3), "use a name or a path"),
@@ -233,6 +239,16 @@ def test_a_recipes_section_is_accepted_as_options(tmp_path: Path) -> None:
     with contextlib.closing(Checkpointer(tmp_path, options=section)) as checkpointer:
         path = save_once(checkpointer, {"model": torch.nn.Linear(2, 2)})
     assert (path / "model" / ".metadata").is_file()
+
+
+def test_a_url_as_directory_takes_the_other_options_of_remote(tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    options = CheckpointOptions(
+        remote=RemoteStorage(url, required=True), scratch_dir=str(tmp_path / "local")
+    )
+    with contextlib.closing(Checkpointer(url, options=options)) as checkpointer:
+        path = save_once(checkpointer, {"model": torch.nn.Linear(2, 2)})
+    assert path.is_relative_to(tmp_path / "local")
 
 
 def test_hugging_face_layouts_reject_the_format_torch_save(tmp_path: Path) -> None:

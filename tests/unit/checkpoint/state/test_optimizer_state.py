@@ -229,3 +229,23 @@ def test_a_group_without_parameters_comes_back_with_its_options(tmp_path: Path) 
     tiny.save(tmp_path, made)
     tiny.load(tmp_path, other)
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.25]
+
+
+def test_containers_in_an_option_are_refused_before_training(tmp_path: Path) -> None:
+    made = keeping(dict, plan={"a": 0})
+    with pytest.raises(RecipeError, match=r"not flat(.|\n)*param_groups\.0\.plan"):
+        tiny.checkpointer(tmp_path).check(discover(made))
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    made, again = (
+        keeping(lambda p: {"mean": p.detach()}),
+        keeping(lambda p: {"other": p.detach()}, seed=1),
+    )
+    made.optimizer.steps = again.optimizer.steps = 2
+    step(made)
+    tiny.save(tmp_path, made)
+    with pytest.raises(
+        CheckpointUnusable, match=r"\+ optimizer\.state\..*\.other: here, but not saved"
+    ):
+        tiny.load(tmp_path, again)

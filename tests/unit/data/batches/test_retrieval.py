@@ -150,7 +150,7 @@ def test_mistakes_in_data_are_located(
 @pytest.mark.parametrize(
     ("sources", "what"),
     [
-        ([], "number of sources is out of range"),
+        ([], "sources is out of range"),
         ([{"name": "a"}], "this is no source of retrieval data"),
         ([{"path": "a.jsonl", "num_samples": 0}], "this is no source of retrieval data"),
         (["a.txt"], "this is no source of retrieval data"),

@@ -60,6 +60,13 @@ def test_the_last_turn_alone_is_learnt_when_asked(
     assert [text.strip() for text in labeled(tokenizer, sample)] == ["because</s>"]
 
 
+def test_an_empty_last_turn_is_not_the_last_one_to_learn(tokenizer: Any, tmp_path: Path) -> None:
+    template = MARKED.replace("</s>", "")
+    path = write(tmp_path, {"messages": [*TALK, {"role": "assistant", "content": ""}]})
+    sample = messages(tokenizer, path, chat_template=template, learn="last")[0]
+    assert [text.strip() for text in labeled(tokenizer, sample)] == ["because"]
+
+
 def test_a_token_that_grows_over_the_border_is_the_assistants(
     tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -109,6 +109,12 @@ def test_a_bad_row_is_named(
     assert f"{path}:3" in str(caught.value)
 
 
+def test_a_null_is_not_the_label_none(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path, {"text": "a", "label": None})
+    with pytest.raises(RecipeError, match=r"not one of classification\.labels"):
+        texts(tokenizer, Labels(("None", "a"), "single_label"), path)
+
+
 def test_a_text_without_tokens_is_rejected(tmp_path: Path, tokenizer: Any) -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0})))
     path = write(tmp_path, {"text": "", "label": 1})

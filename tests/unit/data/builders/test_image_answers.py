@@ -282,3 +282,18 @@ def test_a_template_that_supports_only_text_gets_the_placeholders_of_images(
     [sample] = image_answers(processor, path, chat_template=template)
     assert sample.text == "<s><|user|><image>Describe this image.</s><|assistant|>yes</s>"
     assert labeled(processor, sample) == "yes</s>"
+
+
+@pytest.mark.parametrize(("content", "message"), [(bomb(), "exceeds limit"), (png(1)[:40], "")])
+def test_a_damaged_image_in_a_column_is_rejected_with_its_row(
+    content: bytes, message: str, processor: Any, tmp_path: Path
+) -> None:
+    images = [{"bytes": png(1), "path": None}, {"bytes": content, "path": "x.png"}]
+    rows = datasets.Dataset.from_dict({"image": images, "answer": ["yes", "no"]})
+    path = tmp_path / "rows.parquet"
+    rows.cast_column("image", datasets.Image()).to_parquet(str(path))
+    samples = image_answers(processor, str(path))
+    assert samples[0].images[0].size == (8, 8)
+    with pytest.raises(RecipeError, match=f"an image cannot be read(.|\n)*{message}") as caught:
+        samples[1]
+    assert "row 1" in str(caught.value)

@@ -63,7 +63,7 @@ def test_judgments_are_read_from_csv_files_and_by_the_names_of_classes(
         rows = [{"prompt": "a", "completion": "b", "label": label} for label in (0, 1)]
         Dataset.from_list(rows, features=features).to_parquet(path)
         if desirable is None:
-            with pytest.raises(RecipeError, match="neither desirable nor undesirable"):
+            with pytest.raises(RecipeError, match="neither desirable"):
                 judged(tokenizer, path)
         else:
             assert [sample["is_desirable"] for sample in judged(tokenizer, path)] == desirable
@@ -77,7 +77,7 @@ def test_another_label_is_an_error_with_its_location(
     with pytest.raises(RecipeError) as caught:
         judged(tokenizer, path)
     [problem] = caught.value.problems
-    assert problem.what == "a completion is neither desirable nor undesirable"
+    assert problem.what == "a completion is neither desirable (true) nor undesirable (false)"
     assert problem.where == f"{path}:2"
     assert problem.value == f"{label!r} in dataset.label_field label"
 

@@ -276,3 +276,43 @@ def test_the_fingerprint_of_a_directory_follows_its_content_whatever_reads_it(
         write = rows.select([0]).to_parquet if name == "parquet" else rows.select([0]).to_json
         write(directory / f"train.{name}")
         assert first == again != Source(str(directory)).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b'{"text": \n', "Expecting value: line 1 column 9"),
+        (b"[1]\n", r"not an object with fields, but \[1\]"),
+        (b'{"text": "a", "text": "b"}\n', "duplicate field, among text, text"),
+        (b'{"text": "\\ud800"}\n', "half of a surrogate pair"),
+        (b'{"text": ' + b"[" * 100_000 + b"\n", ".*recursion"),
+    ],
+)
+@pytest.mark.parametrize("place", ["a file", "a stream", "a directory"])
+def test_the_one_line_that_is_no_json_is_named(
+    directory: Path, line: bytes, fault: str, place: str
+) -> None:
+    path = directory / "train.jsonl"
+    path.write_bytes(LINES + line + LINES)
+    source = Source(str(directory if place == "a directory" else path))
+
+    def read() -> None:
+        if place == "a stream":
+            first_samples(source)
+        source.texts(["text"])
+
+    with pytest.raises(
+        RecipeError, match=rf"a line is not JSON\n  where:  {path}:41\n  value:  {fault}"
+    ):
+        read()
+
+
+def test_a_stream_of_a_table_goes_on_where_its_state_says(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"text": text} for text in "abcd"])
+    rows.to_parquet(tmp_path / "train.parquet")
+    stream = Source(str(tmp_path)).stream()
+    started = iter(stream)
+    assert [next(started)[0]["text"] for _ in range(2)] == ["a", "b"]
+    resumed = Source(str(tmp_path)).stream()
+    resumed.load_state_dict(stream.state_dict())
+    assert texts_of(resumed) == ["c", "d"]

@@ -257,3 +257,12 @@ def test_a_model_that_masks_do_not_help_stays_as_it_is() -> None:
     answer, has_masks = probe_with_masks(probed(model), apart, mask_by_positions)
     assert not answer and not has_masks
     assert not model.get_decoder()._forward_pre_hooks
+
+
+@pytest.mark.parametrize("one_row", [True, False])
+def test_rounding_of_experts_is_no_effect_of_another_sample(one_row: bool) -> None:
+    assert keeps_samples_apart(build("mixtral"), one_row, {"use_cache": False})
+
+
+def test_a_cache_of_keys_and_values_lets_samples_see_each_other() -> None:
+    assert not keeps_samples_apart(build("llama"), False, {"use_cache": True})

@@ -83,3 +83,27 @@ def test_numbers_unknown_to_json_become_null(tmp_path: Path) -> None:
         "loss": None,
         "grad_norm": None,
     }
+
+
+@pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b'{"step": 2}', b"\0\0\0\0", b"3\n"])
+def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "training.jsonl"
+    filled(path, 2).close()
+    with open(path, "ab") as file:
+        file.write(tail)
+    assert JsonlLog(path).truncate_after(2) is None
+    assert steps(path) == [1, 2]
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 9, "lo', b"\0\0\0\0"])
+def test_the_log_of_a_finished_run_loses_its_torn_last_line_and_no_other(
+    tmp_path: Path, tail: bytes
+) -> None:
+    path = tmp_path / "training.jsonl"
+    assert JsonlLog(path).truncate_after(math.inf) is None
+    filled(path, 2).close()
+    whole, inode = path.read_bytes(), path.stat().st_ino
+    with open(path, "ab") as file:
+        file.write(tail)
+    assert JsonlLog(path).truncate_after(math.inf) is None
+    assert path.read_bytes() == whole and (path.stat().st_ino == inode) is not bool(tail)

@@ -19,6 +19,10 @@ from tests.support.runs.training import build, write_recipe
 ONE, TWO = share_out(1), share_out(2)
 LORA = ("--peft={}", "--model.from_config=null", "--model.from_pretrained=some/base")
 MODULE = ("--model={_target_: tests.contract.test_every_key.some_model}",)
+OFFLOADS = (
+    "--recipe=distill",
+    "--distill={teacher: {from_pretrained: some/base}, offload_teacher: true}",
+)
 ADAFACTOR = ("--optimizer._target_=torch.optim.Adafactor",)
 
 
@@ -56,6 +60,7 @@ def resolved(config: RecipeConfig, sizes: Sizes, device_type: str) -> tuple[Any,
         (("--distributed.strategy=ddp",), TWO, ("bfloat16", "ddp"), ("none", "ddp")),
         (("--distributed.mixed_precision=none",), ONE, ("none", "single"), ("none", "single")),
         (("--model.dtype=bfloat16",), ONE, ("none", "single"), ("none", "single")),
+        ((*OFFLOADS, "--model.dtype=bfloat16"), ONE, ("none", "fsdp2"), ("none", "single")),
         ((*LORA, "--model.dtype=bfloat16"), ONE, ("bfloat16", "fsdp2"), ("none", "single")),
         (("--model.dtype=float64",), TWO, ("none", "fsdp2"), ("none", "fsdp2")),
         (MODULE, ONE, ("bfloat16", "single"), ("none", "single")),
