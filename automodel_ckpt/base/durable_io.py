@@ -1,4 +1,4 @@
-"""Durable files and directories, the owners of temporary ones, and the file systems that they are on.
+"""Durable files and directories, locks, the owners of temporary files, and the file systems that they are on.
 
 Durable: fsync, complete writes, atomic replacement, and walks that miss no directory. A temporary file or directory is
 a leftover when its owner has ended. Two proofs count. The lock is shared and free: the owner had the same boot of the
@@ -159,14 +159,39 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def lock(descriptor: int) -> bool:
-    """Lock an open file. False where the file system has no locks; BlockingIOError where another one has the lock."""
+def open_lock_file(path: Path, flags: int) -> int:
+    """Open a lock file with *flags* of ``os.open``; returns the descriptor. Raises OSError."""
+    # A link or a pipe that replaced the file after its type was checked is neither followed nor
+    # waited for.
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def flock(descriptor: int, *, shared: bool = False, waits: bool = False) -> None:
+    """Lock an open file or directory until it is closed, or its process ends.
+
+    Raises BlockingIOError if another process has the lock, unless it *waits*, and another OSError if the file system
+    has no locks.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind if waits else kind | fcntl.LOCK_NB)
     except OSError as error:
         # NFS emulates flock by fcntl, where EACCES can be a conflict (flock(2), fcntl(2)).
-        if error.errno == errno.EACCES:
-            raise BlockingIOError(error.errno, error.strerror) from None
+        if waits or error.errno != errno.EACCES:
+            raise
+        raise BlockingIOError(error.errno, error.strerror) from None
+
+
+def unlock(descriptor: int) -> None:
+    """Release a lock. Closing the file is not enough if a process that was forked meanwhile still has it open."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def lock(descriptor: int) -> bool:
+    """Apply :func:`flock`. Returns False, instead of raising OSError, if the file system has no locks."""
+    try:
+        flock(descriptor)
+    except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
             raise
         return False

@@ -10,7 +10,6 @@ lock on those that it uses.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from automodel_ckpt.base.durable_io import flock
 from automodel_ckpt.errors import CheckpointUnusable
 
 _PREFIX = "automodel_ckpt-values"
@@ -37,7 +37,7 @@ def decoded_directory(source: Path, variant: str, decode: Callable[[Path], None]
         base = _base()
         directory = base / _name_of(source, variant)
         # Waits for a process that decodes now.
-        with _locked(base, fcntl.LOCK_EX):
+        with _locked(base, waits=True):
             for leftover in base.iterdir():
                 _remove_if_unused(leftover)
             # One that remains is used, and so complete.
@@ -49,7 +49,7 @@ def decoded_directory(source: Path, variant: str, decode: Callable[[Path], None]
                     shutil.rmtree(directory, ignore_errors=True)
                     raise
             held = ExitStack()
-            held.enter_context(_locked(directory, fcntl.LOCK_SH))
+            held.enter_context(_locked(directory, shared=True, waits=True))
     except OSError as error:
         error.filename = error.filename or tempfile.gettempdir()
         raise CheckpointUnusable.of_system(
@@ -65,7 +65,7 @@ def decoded_directory(source: Path, variant: str, decode: Callable[[Path], None]
             return
         held.close()
         # A process that decodes now removes what is not used.
-        with suppress(OSError), _locked(base, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with suppress(OSError), _locked(base):
             _remove_if_unused(directory)
 
     # Imported only here: listing files has to be fast.
@@ -95,16 +95,16 @@ def _name_of(source: Path, variant: str) -> str:
 
 
 @contextmanager
-def _locked(directory: Path, operation: int) -> Iterator[None]:
-    """Lock *directory* in the block. Raises OSError, for a lock of another process if *operation* does not wait."""
+def _locked(directory: Path, **how: bool) -> Iterator[None]:
+    """Lock *directory* in the block, by :func:`flock`. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, operation)
+        flock(descriptor, **how)
         yield
     finally:
         os.close(descriptor)
 
 
 def _remove_if_unused(directory: Path) -> None:
-    with suppress(OSError), _locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
+    with suppress(OSError), _locked(directory):
         shutil.rmtree(directory, ignore_errors=True)

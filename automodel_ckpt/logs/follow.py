@@ -9,7 +9,6 @@ when this process was killed.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import select
@@ -21,6 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from automodel_ckpt.base.durable_io import flock
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_to_append
 from automodel_ckpt.checkpoint.files.type_aliases import Metrics, Strings, ValueDict, Values
@@ -59,7 +59,7 @@ def upload_lock(run: Path, *, wait: bool) -> Iterator[bool]:
     with open_to_append(run / OUTPUT) as file:
         try:
             # The kernel releases the lock when the process ends, even by SIGKILL.
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            flock(file.fileno(), waits=wait)
         except BlockingIOError:
             yield False
         else:

@@ -8,7 +8,6 @@ It ends when the trainer asks for it and all is uploaded, or some time after the
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import math
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.base.durable_io import flock, open_lock_file
 from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files.type_aliases import Values
@@ -184,7 +184,7 @@ def print_line(text: str) -> None:
 
 def note_newest(root: Path, lock_file: str, token: str) -> None:
     """Record in the lock file which process is the newest. Called by the trainer, which holds the run directory."""
-    with _open_lock(root, lock_file) as descriptor:
+    with _opened_lock(root / lock_file) as descriptor:
         # In place: a new file would have another lock.
         os.pwrite(descriptor, token.ljust(_TOKEN_BYTES).encode(), 0)
 
@@ -196,8 +196,8 @@ def only_one(root: Path, lock_file: str, token: str) -> Iterator[Callable[[], bo
     Yield a function that reads whether *token* is the newest process's token. A process of an earlier start may get the
     lock late, and would undo what the later one has uploaded.
     """
-    with _open_lock(root, lock_file) as descriptor:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with _opened_lock(root / lock_file) as descriptor:
+        flock(descriptor, waits=True)
 
         def is_newest() -> bool:
             found = os.pread(descriptor, _TOKEN_BYTES, 0).decode("ascii", "replace").strip()
@@ -207,10 +207,8 @@ def only_one(root: Path, lock_file: str, token: str) -> Iterator[Callable[[], bo
 
 
 @contextlib.contextmanager
-def _open_lock(root: Path, lock_file: str) -> Iterator[int]:
-    # Not through a link, which could create a file anywhere.
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(root / lock_file, flags, 0o666)
+def _opened_lock(lock_file: Path) -> Iterator[int]:
+    descriptor = open_lock_file(lock_file, os.O_RDWR | os.O_CREAT)
     try:
         yield descriptor
     finally:

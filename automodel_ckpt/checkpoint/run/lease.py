@@ -36,6 +36,7 @@ from automodel_ckpt.base.durable_io import (
     is_gone,
     kernel_boot_id,
     lock,
+    open_lock_file,
     pid_namespace,
 )
 from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
@@ -426,13 +427,6 @@ def usual_watch_seconds(root: Path) -> float:
     if kind.startswith(("fuse", "virtiofs")):
         return CACHED_WATCH_SECONDS
     return WATCH_SECONDS
-
-
-def open_lock_file(path: Path, flags: int) -> int:
-    """Open a lock file with *flags* of ``os.open``; returns the descriptor. Raises OSError."""
-    # A link or a pipe that replaced the file after its type was checked is neither followed nor
-    # waited for.
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def is_at(path: Path, descriptor: int) -> bool:

@@ -12,13 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from automodel_ckpt.base.durable_io import open_lock_file
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.run.lease import (
-    Holder,
-    open_lock_file,
-    read_holder,
-    usual_watch_seconds,
-)
+from automodel_ckpt.checkpoint.run.lease import Holder, read_holder, usual_watch_seconds
 from automodel_ckpt.checkpoint.run.notes import read_note, write_note
 from automodel_ckpt.errors import RecipeError, SaveFailed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fcntl
 import hashlib
 import logging
 import shutil
@@ -19,7 +18,7 @@ import tokenizers
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.base.durable_io import fsync_file
+from automodel_ckpt.base.durable_io import flock, fsync_file, unlock
 from automodel_ckpt.base.store_url import cache_directory
 from automodel_ckpt.data.batches.micro_batches import derive_seed, permutation
 from automodel_ckpt.data.collate import (
@@ -319,16 +318,14 @@ def _locked(path: Path) -> Iterator[None]:
     """
     with path.open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # NFS emulates flock by fcntl, where EACCES can be a conflict (flock(2), fcntl(2)).
-        except (BlockingIOError, PermissionError):
+            flock(file.fileno())
+        except BlockingIOError:
             log.info(
                 "waiting until another process has prepared the same data; it holds the lock %s",
                 path,
             )
-            fcntl.flock(file, fcntl.LOCK_EX)
+            flock(file.fileno(), waits=True)
         try:
             yield
         finally:
-            # Closing the file is not enough if a process that was forked meanwhile still has it open.
-            fcntl.flock(file, fcntl.LOCK_UN)
+            unlock(file.fileno())

@@ -9,7 +9,6 @@ does not matter, and a checksum of its tokens shows whether it is still the samp
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -27,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from automodel_ckpt.base.durable_io import fsync_directory, fsync_file, replace_file
+from automodel_ckpt.base.durable_io import flock, fsync_directory, fsync_file, replace_file
 from automodel_ckpt.data.batches.micro_batches import read_sample
 from automodel_ckpt.data.collate import IGNORE_INDEX, Batch, Item, Tensors
 from automodel_ckpt.data.samples.tokenized import SampleArrays, mapped_array
@@ -148,7 +147,7 @@ class Publication:
         self.directory.mkdir()
         self._lock = (self.directory / _LOCK).open("w")
         # It ends with the process, which shows others that no process writes here any more.
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        flock(self._lock.fileno(), waits=True)
 
     def publish(self, key: str, parts: Sequence[Mapping[str, Any]]) -> None:
         """Write the manifest for *key* and the *parts* in their order, and give the directory its final name."""
@@ -175,7 +174,7 @@ def _remove_abandoned(directory: Path) -> None:
     """Remove the temporary directory of a process that has ended."""
     # An OSError: another process is writing it, or just created or published it.
     with contextlib.suppress(OSError), (directory / _LOCK).open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        flock(file.fileno())
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -7,7 +7,6 @@ only if the recipe requests it *and* the user trusts it outside of the recipe.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import HF_MODULES_CACHE, cached_file, get_checkpoint_shard_files
 
+from automodel_ckpt.base.durable_io import flock
 from automodel_ckpt.base.other_weights import POINTER, weights_of_another_program
 from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_model_file
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
@@ -287,7 +287,7 @@ def importing_code(is_needed: bool) -> Iterator[None]:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     descriptor = os.open(directory / ".automodel_ckpt.lock", flags, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        flock(descriptor, waits=True)
         yield
     finally:
         os.close(descriptor)
