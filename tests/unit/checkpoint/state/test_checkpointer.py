@@ -60,6 +60,19 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, model_save_format: An
     tiny.assert_equal_state(made, other)
 
 
+def test_weights_that_lie_transposed_in_memory_come_back_whole(tmp_path: Path) -> None:
+    # Enough elements that they are copied in parts.
+    made, other = (
+        SimpleNamespace(model=torch.nn.ParameterDict({"w": torch.full((400, 300), value).t()}))
+        for value in (1.0, 2.0)
+    )
+    made.model["w"].data.copy_(torch.arange(120_000.0).view(300, 400))
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, other)
+    assert not other.model["w"].is_contiguous()
+    assert torch.equal(made.model["w"], other.model["w"])
+
+
 def test_the_tree_is_that_of_the_contract(tmp_path: Path) -> None:
     tiny.save(tmp_path, tiny.recipe(tracker=tiny.Counter()))
     files = (
