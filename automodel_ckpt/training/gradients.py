@@ -77,6 +77,17 @@ def checked(result: object, objective: object) -> LossSum:
     return result
 
 
+def check_part(owner: object, method: str, part: object, kind: type) -> None:
+    """Raise :class:`RecipeError` if the *part* that a *method* of a user's class returned is of another *kind*."""
+    if not isinstance(part, kind):
+        raise RecipeError(
+            f"{method}() must return a {kind.__module__}.{kind.__name__}",
+            where=f"{type(owner).__name__}.{method}",
+            value=type(part).__name__,
+            hint=f"return one, or the changed result of super().{method}()",
+        )
+
+
 class GradientAccumulation:
     """Computes the gradient of the summed loss of a global batch, with one reduction over the ranks."""
 
@@ -371,11 +382,14 @@ def check_all_trained(
     With *is_resumed*, it is an error only with ddp: the checkpoint, which another program may have written, has these
     parameters among those that are trained, and would not match a recipe that leaves them out.
     """
-    waits_for_all = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
+    waits_for_all = False
+    if isinstance(model, DistributedDataParallel):
+        waits_for_all = not model.find_unused_parameters
+        model = model.module
     name_of = _adapted_module if has_adapters else str
     used: set[str] = set()
     unused: dict[str, None] = {}
-    for name, parameter in unwrap(model).named_parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.grad is None:
             unused[name_of(name)] = None
         elif parameter.requires_grad:

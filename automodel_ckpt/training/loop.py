@@ -26,7 +26,12 @@ from automodel_ckpt.parallel.gradients import clip_gradients
 from automodel_ckpt.parallel.mesh_sizes import RankLayout
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.training.counters.step_scheduler import Due, StepScheduler, planned_end
-from automodel_ckpt.training.gradients import BatchErrors, GradientAccumulation, check_all_trained
+from automodel_ckpt.training.gradients import (
+    BatchErrors,
+    GradientAccumulation,
+    check_all_trained,
+    check_part,
+)
 from automodel_ckpt.training.measure.measurements import (
     TRAIN_LOSS,
     Batches,
@@ -42,14 +47,13 @@ from automodel_ckpt.training.saves.saves import Saves, again, signal_name
 from automodel_ckpt.training.values.records import (
     Control,
     Number,
-    StepResult,
     Validation,
-    check_part,
 )
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler
 from automodel_ckpt.training.values.step_numbers import (
     Divergence,
     StepNumbers,
+    StepResult,
     warn_of_skipped_update,
 )
 

@@ -29,7 +29,6 @@ from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.files.layout import AVERAGE
 from automodel_ckpt.checkpoint.node_directories import not_without_storage
 from automodel_ckpt.checkpoint.run.notes import forget_memory
-from automodel_ckpt.checkpoint.run.save_requests import remove_leftover_request
 from automodel_ckpt.checkpoint.saving.save import Assets
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.callables.plugins import build
@@ -55,6 +54,7 @@ from automodel_ckpt.parallel.mesh_sizes import RankLayout, choose_strategy, requ
 from automodel_ckpt.parallel.ranks.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler, total_steps
+from automodel_ckpt.training.gradients import check_part
 from automodel_ckpt.training.measure.measurements import steps_per_epoch, stopping_rule
 from automodel_ckpt.training.model.sections import (
     ModelRequest,
@@ -67,7 +67,6 @@ from automodel_ckpt.training.parts.objective import Objective, build_loss_fn
 from automodel_ckpt.training.parts.optimizers import build_optimizer, log_groups
 from automodel_ckpt.training.parts.preprocessors import generation_file
 from automodel_ckpt.training.saves.saves import Saves
-from automodel_ckpt.training.values.records import check_part
 from automodel_ckpt.training.values.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -576,7 +575,7 @@ def open_checkpointer(
     checkpointer.open()
     resources.callback(checkpointer.close)
     if checkpointer.is_rank0:
-        remove_leftover_request(checkpointer.run.root)
+        checkpointer.run.remove_leftover_request()
     if checkpointer.nodes is not None:
         check_without_shared_storage(config)
     return checkpointer

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted, some_of
 from automodel_ckpt.checkpoint.export.base_identity import files_of_index
-from automodel_ckpt.checkpoint.export.plan import file_numbers
+from automodel_ckpt.checkpoint.export.files import with_older_keys
+from automodel_ckpt.checkpoint.export.plan import file_numbers, main_dtype
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES, main_dtype
+from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
 from automodel_ckpt.checkpoint.files.safetensors_header import TensorEntry, read_header
 from automodel_ckpt.checkpoint.files.type_aliases import (
     FileDict,
@@ -40,7 +41,6 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     MODEL_FILES,
     read_files,
     tokenizer_files,
-    with_older_keys,
 )
 from automodel_ckpt.checkpoint.sources.source import (
     DTYPE_MAP,

@@ -282,3 +282,12 @@ def _output_file(tensors: Sequence[ExportTensor], name: str) -> OutputFile:
     nbytes = sum(tensor.nbytes for tensor in ordered)
     header, _ = build_header(entries, {"format": "pt"})
     return OutputFile(name, header, len(header) + nbytes, ordered)
+
+
+def main_dtype(tensors: Iterable[tuple[str, int]]) -> str | None:
+    """The ordinary float dtype of most elements of tensors (code, bytes); None where there is none."""
+    numels: Counter[str] = Counter()
+    for code, nbytes in tensors:
+        if code in ORDINARY_FLOATS:
+            numels[code] += nbytes * 8 // DTYPE_BITS[code]
+    return max(numels, key=lambda code: numels[code], default=None)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
 # Bits per element of every dtype code of the safetensors format (source: safetensors 0.8, `Dtype`).
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8,
@@ -59,12 +56,3 @@ _ALIASES = {"double": "F64", "float": "F32", "half": "F16"}
 def dtype_code(name: str) -> str:
     """The code of a dtype's name, itself a code or torch's (``torch.bfloat16``); others pass through."""
     return name if name in DTYPE_BITS else (CODES | _ALIASES).get(name.removeprefix("torch."), name)
-
-
-def main_dtype(tensors: Iterable[tuple[str, int]]) -> str | None:
-    """The ordinary float dtype of most elements of tensors (code, bytes); None where there is none."""
-    numels: Counter[str] = Counter()
-    for code, nbytes in tensors:
-        if code in ORDINARY_FLOATS:
-            numels[code] += nbytes * 8 // DTYPE_BITS[code]
-    return max(numels, key=lambda code: numels[code], default=None)

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from automodel_ckpt.checkpoint.parts.commit import stamp
 from automodel_ckpt.checkpoint.parts.failures import NEXT_SAVE, as_failure
 from automodel_ckpt.checkpoint.run import links, resume
 from automodel_ckpt.checkpoint.run.lease import RUN_HINT, HeldByThisProcess, Lease
-from automodel_ckpt.checkpoint.run.notes import note_losses
+from automodel_ckpt.checkpoint.run.notes import note_losses, write_note
 from automodel_ckpt.checkpoint.run.resume import (
     KeepPolicy,
     Record,
@@ -30,7 +31,7 @@ from automodel_ckpt.checkpoint.run.resume import (
     is_better,
     metric_of,
 )
-from automodel_ckpt.errors import RecipeError, os_problem
+from automodel_ckpt.errors import LeaseLost, RecipeError, os_problem
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -126,6 +127,32 @@ class RunDirectory:
         if self._was_created:
             with contextlib.suppress(OSError):
                 os.rmdir(self.root)  # fails unless the directory is empty
+
+    # ---------------------------------------------------------------- requests of ckpt save
+
+    @property
+    def save_is_requested(self) -> bool:
+        """Whether ``ckpt save`` waits for a save of this run."""
+        return os.path.lexists(self.root / layout.SAVE_REQUEST)
+
+    def answer_save_request(self, checkpoint: str, error: str = "") -> None:
+        """Remove the request, and note the name of the *checkpoint* that was saved for it, or the *error*.
+
+        Raises :class:`LeaseLost`, and OSError if the request cannot be removed.
+        """
+        self.check_lease()
+        os.unlink(self.root / layout.SAVE_REQUEST)
+        # After the removal, so that a request from here on gets another answer.
+        note = {"checkpoint": checkpoint, "error": error, "time": time.time()}
+        # On a full disk, the command ends without it.
+        with contextlib.suppress(OSError):
+            write_note(self.root / layout.SAVE_ANSWER, note)
+
+    def remove_leftover_request(self) -> None:
+        """Remove a request that an earlier start did not answer."""
+        # A lost lease is raised by the next write.
+        with contextlib.suppress(OSError, LeaseLost):
+            self.answer_save_request("", "the run ended before it saved, and was started again")
 
     # ---------------------------------------------------------------- pointers
 

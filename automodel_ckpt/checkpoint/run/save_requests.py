@@ -1,12 +1,12 @@
-"""Requests that the run that uses a directory saves now.
+"""Request a save of the run that uses a directory.
 
-A request is an empty file in the directory, which rank 0 looks for between steps; a note has the outcome. Who requests
-a save while another request waits gets the same answer. Imports no torch.
+A request is an empty file in the directory. Rank 0 looks for it between steps, once a second (``training/saves``), and
+:class:`~automodel_ckpt.checkpoint.run.directory.RunDirectory` answers it by a note. Who requests a save while another
+request waits gets the same answer. Imports no torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -15,34 +15,10 @@ from pathlib import Path
 from automodel_ckpt.base.durable_io import open_lock_file
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.run.lease import Holder, read_holder, usual_watch_seconds
-from automodel_ckpt.checkpoint.run.notes import read_note, write_note
+from automodel_ckpt.checkpoint.run.notes import read_note
 from automodel_ckpt.errors import RecipeError, SaveFailed
 
 POLL_SECONDS = 0.2
-
-
-def is_save_requested(run: Path) -> bool:
-    """Whether a save is requested of the run in this directory."""
-    return os.path.lexists(run / layout.SAVE_REQUEST)
-
-
-def answer_save_request(run: Path, checkpoint: str, error: str = "") -> None:
-    """Remove the request, and note the name of the *checkpoint* that was saved for it, or the *error*.
-
-    Raises OSError if the request cannot be removed.
-    """
-    os.unlink(run / layout.SAVE_REQUEST)
-    # After the removal, so that a request from here on gets another answer.
-    note = {"checkpoint": checkpoint, "error": error, "time": time.time()}
-    # On a full disk, the command ends without it.
-    with contextlib.suppress(OSError):
-        write_note(run / layout.SAVE_ANSWER, note)
-
-
-def remove_leftover_request(run: Path) -> None:
-    """Remove a request that an earlier start did not answer. Called by the owner of the directory."""
-    with contextlib.suppress(OSError):
-        answer_save_request(run, "", "the run ended before it saved, and was started again")
 
 
 def request_save(run: Path, notify: Callable[[str], None]) -> Path:
@@ -76,8 +52,8 @@ def request_save(run: Path, notify: Callable[[str], None]) -> Path:
     seen_at, limit = time.monotonic(), usual_watch_seconds(run)
     while True:
         now = read_holder(lock)
-        # Once the request is gone, only an answer counts, of which there may be none (see answer_save_request()).
-        if now != holder and is_save_requested(run):
+        # Once the request is gone, only an answer counts. There may be none: the run's disk can be full.
+        if now != holder and os.path.lexists(run / layout.SAVE_REQUEST):
             holder, seen_at = now, time.monotonic()
         # Before the answer is read, which a run writes before it ends.
         error = "the run ended before it saved" if _has_ended(lock, now) else ""

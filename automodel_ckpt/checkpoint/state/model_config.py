@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint.export.files import without_older_keys
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import parse_json, read_safely
 from automodel_ckpt.checkpoint.files.type_aliases import Files, ValueDict, Values
-from automodel_ckpt.checkpoint.sources.model_files import without_older_keys
 from automodel_ckpt.errors import unusable
 
 CONFIG = "config.json"

@@ -12,8 +12,9 @@ import numpy as np
 
 from automodel_ckpt.checkpoint.export.base_identity import files_of_index
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
+from automodel_ckpt.checkpoint.export.plan import main_dtype
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, main_dtype
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.files.type_aliases import TextDict, Values
 from automodel_ckpt.checkpoint.parts.slices import Tensor, TensorDict, TensorMap, nbytes_of
 from automodel_ckpt.checkpoint.sources.source import BaseMaps, Tensors

@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 import yaml
 
 from automodel_ckpt.checkpoint.export.files import write_side_files
-from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, TORCH_NAMES, main_dtype
+from automodel_ckpt.checkpoint.export.plan import main_dtype
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, TORCH_NAMES
 from automodel_ckpt.checkpoint.files.safe_open import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.files.type_aliases import FileDict, Files, ValueDict, Values

@@ -40,6 +40,7 @@ from automodel_ckpt.training.model.sections import (
     text_tokenizer,
 )
 from automodel_ckpt.training.model.trainable import Trainable
+from automodel_ckpt.training.parts.objective import model_inputs
 
 Order = np.ndarray[Any, Any]
 """Numbers of labels, int64 [N]."""
@@ -284,7 +285,7 @@ class Teacher:
         wanted = by_number if order is None else by_number[order]
         device = self._layout.device
         positions = to_device(torch.from_numpy(np.ascontiguousarray(wanted)), device)
-        inputs = trainable.inputs_of(rows, device)
+        inputs = model_inputs(rows, device)
         head = trainable.loss_head
         with torch.no_grad():
             if head is None:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from automodel_ckpt.base.device_copies import to_device
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.state.module_tensors import (
     record_complete_tensors,
@@ -20,7 +19,6 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
 )
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.tree.rules import Target
-from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.collate import Tensors
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_errors
@@ -291,18 +289,6 @@ class Trainable:
     """The class and size of the model and how ranks share it, for the log."""
     precision: str = ""
     """The data types of the weights and of the computation, for the log."""
-
-    def inputs_of(self, rows: Tensors, device: torch.device) -> dict[str, Tensor]:
-        """The arguments of a forward pass that *rows* have, on *device*."""
-        inputs = {}
-        for name, value in rows.items():
-            if name not in ("labels", IS_TOKEN):
-                inputs[name] = to_device(value, device)
-        if "position_ids" in inputs and device.type != "cpu":
-            from automodel_ckpt.models.attention.positions import note_positions
-
-            note_positions(inputs["position_ids"], rows["position_ids"])
-        return inputs
 
     def forward(self, inputs: Tensors) -> Any:
         """Call the model with *inputs* on its device, in the dtype that all ranks compute in. Returns its output."""

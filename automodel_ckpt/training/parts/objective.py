@@ -373,7 +373,7 @@ class Objective:
         return losses[0]
 
     def _inputs(self, rows: Tensors, hidden: Tensor | None) -> dict[str, Tensor]:
-        inputs = self.trainable.inputs_of(rows, self.layout.device)
+        inputs = model_inputs(rows, self.layout.device)
         if self.trainable.embedding_noise is not None:
             self.trainable.embedding_noise.note_rows(inputs)
         stage = self.trainable.stage
@@ -433,6 +433,19 @@ def build_loss_fn(section: Target | None, device: torch.device) -> LossFn:
         # A module without parameters has nothing to save, and would be state as an attribute; its method is not.
         return loss_fn if loss_fn.state_dict() else loss_fn.forward
     return loss_fn  # type: ignore[no-any-return]
+
+
+def model_inputs(rows: Tensors, device: torch.device) -> dict[str, Tensor]:
+    """The arguments of a forward pass that *rows* have, on *device*."""
+    inputs = {}
+    for name, value in rows.items():
+        if name not in ("labels", IS_TOKEN):
+            inputs[name] = to_device(value, device)
+    if "position_ids" in inputs and device.type != "cpu":
+        from automodel_ckpt.models.attention.positions import note_positions
+
+        note_positions(inputs["position_ids"], rows["position_ids"])
+    return inputs
 
 
 def longest_sample(batch: Tensors) -> int:

@@ -20,7 +20,6 @@ from automodel_ckpt.checkpoint.parts.failures import text_while_running
 from automodel_ckpt.checkpoint.run.links import TO_HUB, clear_links
 from automodel_ckpt.checkpoint.run.notes import SAVES
 from automodel_ckpt.checkpoint.run.resume import is_better, metric_of
-from automodel_ckpt.checkpoint.run.save_requests import answer_save_request, is_save_requested
 from automodel_ckpt.checkpoint.saving.save import SaveReport
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("automodel_ckpt")
 
 _BAR_CELLS = 10
+_REQUEST_SECONDS = 1.0
+"""How often a run looks for a request, which can be a file of a network: each step would wait for the answer."""
 
 
 def saving_text(saving: Saving | None, num_ranks: int) -> str:
@@ -125,6 +126,8 @@ class Saves:
         self._has_warned = self._is_stopping = False
         self._answers_request = False
         """Whether the outcome of the save in progress answers a request of ``ckpt save``."""
+        self._look_after = 0.0
+        """The monotonic clock's time of the next look for a request."""
         self._figures: dict[int, tuple[str, str]] = {}
         """What the line about the save of a step contains of training, and why it is saved, until it is published."""
 
@@ -173,9 +176,16 @@ class Saves:
     # ---------------------------------------------------------------- during training
 
     def is_requested(self) -> bool:
-        """Whether a save is requested of this rank: by a signal, or on rank 0 by ``ckpt save``. Local."""
+        """Whether a save is requested of this rank: by a signal, or on rank 0 by ``ckpt save``. Local.
+
+        A file is looked for only once in a while, and the answer is False in between.
+        """
         is_signaled: bool = self._recipe.stop_request.save_requested
-        return is_signaled or (not self._answers_request and _has_request(self.checkpointer))
+        now = time.monotonic()
+        if is_signaled or self._answers_request or now < self._look_after:
+            return is_signaled
+        self._look_after = now + _REQUEST_SECONDS
+        return _has_request(self.checkpointer)
 
     def _answer_request(self, checkpoint: str, error: str = "") -> None:
         """Answer the requests that the save in progress was for with the name of its *checkpoint*, or an *error*."""
@@ -183,8 +193,7 @@ class Saves:
             return
         # If the request cannot be removed, none is answered any more, instead of one after every step.
         with contextlib.suppress(OSError, LeaseLost):
-            self.checkpointer.run.check_lease()
-            answer_save_request(self.checkpointer.run.root, checkpoint, error)
+            self.checkpointer.run.answer_save_request(checkpoint, error)
             self._answers_request = False
 
     def _answer_last_requests(self) -> None:
@@ -520,7 +529,7 @@ def _has_request(checkpointer: Checkpointer | None) -> bool:
     """Whether ``ckpt save`` waits for rank 0, and this is rank 0."""
     if checkpointer is None or not checkpointer.is_rank0:
         return False
-    return is_save_requested(checkpointer.run.root)
+    return checkpointer.run.save_is_requested
 
 
 def signal_name(number: int | None) -> str:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.loss.fused_cross_entropy import TokenHits
-from automodel_ckpt.parallel.ranks.agree import gather_objects, sum_over_ranks
+from automodel_ckpt.parallel.ranks.agree import gather_objects
 
 Number = float | Tensor
 """A number of a step: on the host, or a 0-dim tensor."""
@@ -74,65 +73,6 @@ class Control:
     save_failed: bool = False
     flops: float = 0.0
     clock: ClockReading = field(default_factory=ClockReading)
-
-    def summed(
-        self, group: ProcessGroup | None, further: Sequence[float] = ()
-    ) -> tuple[Control, list[float]]:
-        """Combine the values of all ranks. A collective. Returns the control, and the sums of *further* numbers.
-
-        Counts are summed, and a flag is set if any rank sets it. Only one rank may pass seconds. All ranks pass equally
-        many further numbers.
-        """
-        # The sums are float64, exact for counts below 2**53.
-        count, num_label_tokens, num_tokens, stop, save_failed, flops, *sums = sum_over_ranks(
-            group,
-            self.count,
-            self.num_label_tokens,
-            self.num_tokens,
-            self.stop,
-            self.save_failed,
-            self.flops,
-            self.clock.elapsed_seconds,
-            self.clock.save_is_wanted,
-            self.clock.time_is_up,
-            self.clock.save_is_requested,
-            *further,
-        )
-        elapsed_seconds, save_is_wanted, time_is_up, save_is_requested, *further_sums = sums
-        control = Control(
-            int(count),
-            int(num_label_tokens),
-            int(num_tokens),
-            stop > 0,
-            save_failed > 0,
-            flops,
-            ClockReading(
-                elapsed_seconds, save_is_wanted > 0, time_is_up > 0, save_is_requested > 0
-            ),
-        )
-        return control, further_sums
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step: the global batch's mean loss (NaN if its count is 0), gradient norm and learning rate.
-
-    *aux_loss* is the load balancing loss of a mixture of experts, without its coefficient. None where there is none.
-    *metrics* are the means of the objective's metrics over the *count* terms of the loss.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    aux_loss: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    step: int = 0
-    count: int = 1
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the sum of the losses and the gradient norm are finite, which they are without labels."""
-        return math.isfinite(self.grad_norm) and (not self.count or math.isfinite(self.loss))
 
 
 @dataclass(frozen=True)
@@ -222,14 +162,3 @@ def sum_by_name(group: ProcessGroup | None, here: Sums) -> dict[str, list[float]
 def perplexity(loss: float) -> float:
     """The exponential of a mean cross-entropy. Infinite where that overflows, and NaN for NaN."""
     return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
-
-
-def check_part(owner: object, method: str, part: object, kind: type) -> None:
-    """Raise :class:`RecipeError` if the *part* that a *method* of a user's class returned is of another *kind*."""
-    if not isinstance(part, kind):
-        raise RecipeError(
-            f"{method}() must return a {kind.__module__}.{kind.__name__}",
-            where=f"{type(owner).__name__}.{method}",
-            value=type(part).__name__,
-            hint=f"return one, or the changed result of super().{method}()",
-        )

@@ -29,16 +29,15 @@ from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.model.sections import logs_mfu
 from automodel_ckpt.training.values.records import (
     LABEL_TOKENS,
-    StepResult,
     Validation,
 )
+from automodel_ckpt.training.values.step_numbers import LaunchedStep, StepResult
 
 if TYPE_CHECKING:
     from automodel_ckpt.logs.step_profiler import StepProfiler
     from automodel_ckpt.logs.trackers import Tracking
     from automodel_ckpt.models.measure.harness import TaskMetric
     from automodel_ckpt.training.counters.rules import Spike
-    from automodel_ckpt.training.values.step_numbers import LaunchedStep
 
 log = logging.getLogger("automodel_ckpt")
 

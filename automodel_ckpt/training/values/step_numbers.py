@@ -15,12 +15,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.base.device_copies import Mark, to_host
@@ -28,13 +29,13 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.run.notes import OTHER
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.errors import TrainingDiverged
+from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
 from automodel_ckpt.training.counters.step_scheduler import Due, StepScheduler
 from automodel_ckpt.training.values.records import (
     BatchSize,
     ClockReading,
     Control,
     Number,
-    StepResult,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,28 @@ if TYPE_CHECKING:
     from automodel_ckpt.training.watch.stragglers import ForwardTime, StragglerWatch
 
 log = logging.getLogger("automodel_ckpt")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: the global batch's mean loss (NaN if its count is 0), gradient norm and learning rate.
+
+    *aux_loss* is the load balancing loss of a mixture of experts, without its coefficient. None where there is none.
+    *metrics* are the means of the objective's metrics over the *count* terms of the loss.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    aux_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    step: int = 0
+    count: int = 1
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the sum of the losses and the gradient norm are finite, which they are without labels."""
+        return math.isfinite(self.grad_norm) and (not self.count or math.isfinite(self.loss))
 
 
 class Readback:
@@ -357,7 +380,7 @@ class StepNumbers:
             clock,
         )
         began = time.monotonic()
-        control, sums = here.summed(self._layout.gloo_group, [*sums_here, *figures])
+        control, sums = _summed(self._layout.gloo_group, here, [*sums_here, *figures])
         num_sums = len(sums_here)
         if watch is not None:
             # Ranks come from another exchange together, so that its wait does not show who is late.
@@ -394,3 +417,40 @@ class StepNumbers:
 def warn_of_skipped_update(step: int, grad_norm: float) -> None:
     """Log that *step* changed no weight, because its gradient norm is not finite."""
     log.warning("step %d: the gradient norm is %s, no update", step, grad_norm)
+
+
+def _summed(
+    group: ProcessGroup | None, here: Control, further: Sequence[float]
+) -> tuple[Control, list[float]]:
+    """Combine what the ranks know: counts are summed, and a flag is set if any rank sets it. A collective.
+
+    Only one rank may have seconds on its clock. Returns also the sums of the *further* numbers, equally many on all
+    ranks.
+    """
+    clock = here.clock
+    # The sums are float64, exact for counts below 2**53.
+    count, num_label_tokens, num_tokens, stop, save_failed, flops, *sums = sum_over_ranks(
+        group,
+        here.count,
+        here.num_label_tokens,
+        here.num_tokens,
+        here.stop,
+        here.save_failed,
+        here.flops,
+        clock.elapsed_seconds,
+        clock.save_is_wanted,
+        clock.time_is_up,
+        clock.save_is_requested,
+        *further,
+    )
+    elapsed_seconds, save_is_wanted, time_is_up, save_is_requested, *further_sums = sums
+    control = Control(
+        int(count),
+        int(num_label_tokens),
+        int(num_tokens),
+        stop > 0,
+        save_failed > 0,
+        flops,
+        ClockReading(elapsed_seconds, save_is_wanted > 0, time_is_up > 0, save_is_requested > 0),
+    )
+    return control, further_sums

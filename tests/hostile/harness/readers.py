@@ -20,9 +20,11 @@ from automodel_ckpt.checkpoint.parts.commit import point
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.remote import background
 from automodel_ckpt.checkpoint.remote.child_process import Status, only_one
-from automodel_ckpt.checkpoint.run import notes, save_requests
+from automodel_ckpt.checkpoint.run import notes
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.links import pending
 from automodel_ckpt.checkpoint.run.notes import read_note
+from automodel_ckpt.checkpoint.run.resume import KeepPolicy
 from automodel_ckpt.checkpoint.store.transfer import UploadMemory
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.errors import describe
@@ -214,8 +216,9 @@ def _hangs(run: Path) -> int:
 
 def _save_request(run: Path) -> int:
     """What a start does with a request that was left, and ``ckpt save`` with the answer."""
-    save_requests.remove_leftover_request(run)
-    save_requests.is_save_requested(run)
+    directory = RunDirectory(run, KeepPolicy(), "val_loss")
+    directory.remove_leftover_request()
+    bool(directory.save_is_requested)
     read_note(run, layout.SAVE_ANSWER)
     return 0
 

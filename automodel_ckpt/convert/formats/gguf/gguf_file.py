@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, TORCH_NAMES, main_dtype
+from automodel_ckpt.checkpoint.export.plan import main_dtype
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, TORCH_NAMES
 from automodel_ckpt.checkpoint.files.safe_open import without_links
 from automodel_ckpt.checkpoint.files.type_aliases import ValueDict, Values
 from automodel_ckpt.checkpoint.parts.slices import nbytes_of, whole_tensor

@@ -14,8 +14,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from automodel_ckpt.checkpoint.export.files import with_older_keys, without_older_keys
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
-from automodel_ckpt.checkpoint.sources.model_files import with_older_keys, without_older_keys
 from automodel_ckpt.checkpoint.state.model_config import config_changes
 
 LLAMA3 = {

@@ -21,8 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.data.collate import PadCollator
-from automodel_ckpt.models.attention.by_document import attend_by_document
-from automodel_ckpt.models.attention.documents import Documents, documents_of
+from automodel_ckpt.models.attention.by_document import attend_by_document, documents_of
+from automodel_ckpt.models.attention.documents import Documents
 from automodel_ckpt.models.inspect.interface import attention_of
 from tests.unit.models.building.test_packing_probe import APART, build, loss_and_gradients, samples
 

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
 )
 
 from automodel_ckpt.models.attention import positions
-from automodel_ckpt.models.attention.documents import documents_of
+from automodel_ckpt.models.attention.by_document import documents_of
 from automodel_ckpt.models.attention.positions import note_positions
 
 META = "meta"
