@@ -118,6 +118,7 @@ distributed.backend=foo | unknown torch.distributed backend
 loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean} | has to be the sum over the labels
 loss_fn={_target_: tests.support.runs.training_parts.mean_loss} |
     the loss is a mean[\s\S]*training_parts.mean_loss: ([\d.]+) for \d+ labels, \1[\s\S]*return the sum
+loss_fn={_target_: tests.support.runs.training_parts.detached_loss} | no gradient[\s\S]*where:  loss_fn\s
 peft={r: 4, base_dir: /proc/x} | the base model cannot be written[\s\S]*peft.base_dir
 processor={_target_: automodel_ckpt.examples.data.digits.processor} | has a tokenizer, not a processor
 init_from={path: some-organisation/some-model} | not in the cache[\s\S]*hf download some-organisation/some-model

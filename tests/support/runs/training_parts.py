@@ -86,6 +86,11 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float(), labels)
 
 
+def detached_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy without a gradient, with which nothing would be trained."""
+    return F.cross_entropy(logits.detach().float(), labels, reduction="sum")
+
+
 def runs_out_of_memory(call: int, rank: int, when: str = "call") -> Any:
     """A loss for which the device of *rank* has no memory: in its *call*-th call (from 1), or when it is built."""
 

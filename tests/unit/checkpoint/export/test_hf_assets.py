@@ -99,7 +99,9 @@ def test_the_maps_are_the_bases(base: Path, tmp_path: Path) -> None:
 
 
 def test_without_a_base_transformers_writes_the_files(tmp_path: Path) -> None:
-    names = written(HFAssets.from_model(model_of(), tokenizer=tokenizer_of()), tmp_path / "m")
+    model = model_of()
+    model.config.dtype = None
+    names = written(HFAssets.from_model(model, tokenizer=tokenizer_of()), tmp_path / "m")
     assert {
         "config.json",
         "generation_config.json",
@@ -107,6 +109,7 @@ def test_without_a_base_transformers_writes_the_files(tmp_path: Path) -> None:
         "tokenizer_config.json",
     } <= names
     assert AutoTokenizer.from_pretrained(tmp_path / "m").encode("b a") == [2, 1]
+    assert json.loads((tmp_path / "m" / "config.json").read_bytes())["dtype"] == "bfloat16"
     maps = read_maps(tmp_path / "m")
     assert maps.file_index and set(maps.file_index.values()) == {1} and maps.dtype is None
     assert HFAssets.from_model(model_of(), tokenizer=tokenizer_of()).maps == maps

@@ -147,6 +147,19 @@ def test_mistakes_in_groups_are_named() -> None:
     assert "no option momentums" in unknown and "momentum, nesterov" in unknown
 
 
+def own_optimizer(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr, weight_decay=0.1)
+
+
+def test_a_function_gets_all_parameters_to_group_them_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AUTOMODEL_CKPT_TRUST", "tests")
+    section = OptimizerTarget(f"{__name__}.own_optimizer", {"lr": 0.1})
+    optimizer, _ = grouped(section, model_of())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1]
+
+
 def test_optimizers_whose_state_cannot_be_saved_are_rejected_before_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
