@@ -37,7 +37,7 @@ from tools import features, make_reference
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
-FOLLOWED = {"from-chats-to-a-model", "library", "operations"}
+FOLLOWED = {"library", "operations"}
 """The guides that `make test` follows. `make test-all` follows all: other tests have the commands with other data."""
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RECIPE_FILES = {".yaml", ".sbatch"}

@@ -254,6 +254,7 @@ def start_without_a_node(base: Path) -> list[tuple[int, str, list[int], list[str
     return found
 
 
+@pytest.mark.further
 def test_a_start_without_a_node_keeps_what_the_others_have_until_the_next_checkpoint(
     tmp_path: Path,
 ) -> None:
