@@ -1,4 +1,4 @@
-"""``ckpt save``: make a running job save now, after a step."""
+"""``ckpt save``: make a running job save a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from automodel_ckpt.cli.common.paths import run_with_logs
 from automodel_ckpt.errors import RecipeError
 
 USAGE = f"""
-Make a running ckpt-train save now, after a step, and print the path of the published checkpoint. Training continues.
+Make a running ckpt-train save a checkpoint after a step, and print its path. Training continues.
 
 {RUN}
 """
