@@ -255,6 +255,17 @@ def test_a_quantized_tensor_saved_as_float_stays_float_and_the_config_says_so(
     assert found == {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}}
 
 
+def test_a_config_of_an_earlier_checkpoint_gets_the_keys_that_other_programs_read(
+    tmp_path: Path,
+) -> None:
+    config = {"model_type": "llama", "dtype": "float32", "rope_parameters": {"rope_theta": 7.0}}
+    tensors = {"w": torch.randn(4)}
+    side_files(tmp_path / "c", config=json.dumps(config), fqn_to_dtype_mapping={"w": "F32"})
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    exported = json.loads((consolidate(tmp_path / "c").output / "config.json").read_bytes())
+    assert exported == {**config, "torch_dtype": "float32", "rope_theta": 7.0}
+
+
 def test_side_files_are_byte_equal_and_a_config_that_agrees_is_not_touched(tmp_path: Path) -> None:
     tensors = {"w": torch.randn(4)}
     text = '{"dtype":\t"float32"  }\r\n'
